@@ -1,0 +1,85 @@
+"""Streams: the residual of a model with hyper-connections, with the last write-back deferred."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node
+
+from mhckit.ops import Mix, expand, post
+from mhckit.ops._check import check_optional, check_shape
+
+
+@dataclass(frozen=True, eq=False)
+class Streams:
+    """N parallel residual streams and, until the next read, the sublayer output that waits to be written into them.
+
+        streams = Streams.expand(h, 4)
+        h, streams = attn_hc(streams)           # HyperConnection reads; fuses whatever is pending
+        streams = streams.write(attn(h))        # deferred: nothing runs yet
+        h, streams = mlp_hc(streams)            # writes attn's output, reads mlp's input: one junction
+        ...
+        h = head(streams)
+
+    Immutable, and a pytree: it passes through torch.compile, checkpointing, FSDP2 and deepcopy as its tensors do.
+    FSDP2's mixed precision casts floating inputs of a wrapped block: give such blocks
+    ``MixedPrecisionPolicy(cast_forward_inputs=False)``, or the float32 mix arrives rounded.
+
+    Attributes:
+        x: the streams [..., N, C] that the last sublayer read from.
+        mix: coefficients of that sublayer; None before the first read.
+        f: its output [..., C], waiting; None if nothing waits.
+        f_bias: [C], added to f when it is written.
+    """
+
+    x: Tensor
+    mix: Mix | None = None
+    f: Tensor | None = None
+    f_bias: Tensor | None = None
+
+    @classmethod
+    def expand(cls, h: Tensor, n: int) -> Streams:
+        """Start n streams as copies of h [..., C]."""
+        return cls(expand(h, n))
+
+    def write(self, f: Tensor, f_bias: Tensor | None = None) -> Streams:
+        """Hand over the output [..., C] of the sublayer that read last; it is written at the next use."""
+        if self.mix is None:
+            raise ValueError("nothing has been read from these streams: call a HyperConnection before write()")
+        if self.f is not None:
+            raise ValueError("a sublayer output is already waiting: each read takes exactly one write()")
+        *lead, _, channels = self.x.shape
+        check_shape("f", f, "[..., C]", (*lead, channels), like=self.x)
+        check_optional("f_bias", f_bias, "[C]", (channels,), like=self.x)
+        return Streams(self.x, self.mix, f, f_bias)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The streams [..., N, C] with nothing pending: what waits is written now.
+
+        A shifted recipe reads with the mix of the sublayer before: pass the Streams on, not this tensor.
+        """
+        if self.mix is None or self.f is None:
+            return self.x
+        return post(self.x, self.f, self.mix.post, self.mix.res, f_bias=self.f_bias)
+
+
+def as_streams(streams: Streams | Tensor) -> Streams:
+    if isinstance(streams, Tensor):
+        return Streams(streams)
+    if not isinstance(streams, Streams):
+        raise TypeError(f"streams must be mhckit.Streams or a tensor [..., N, C], got {type(streams).__name__}")
+    return streams
+
+
+def _flatten(streams: Streams) -> tuple[list[Any], None]:
+    return [streams.x, streams.mix, streams.f, streams.f_bias], None
+
+
+def _unflatten(children: Any, _context: None) -> Streams:
+    return Streams(*children)
+
+
+register_pytree_node(Streams, _flatten, _unflatten, serialized_type_name="mhckit.Streams")

@@ -1,0 +1,67 @@
+"""Which implementation runs an operator: the torch reference or a Triton kernel.
+
+The choice is made once per call, in the public function, and travels through the operator schema as a string: the
+backward of a call uses what its forward used, on whatever thread autograd runs it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+Backend = Literal["auto", "reference", "triton"]
+
+MAX_KERNEL_STREAMS = 8
+
+# Operators that have a module of their name in mhckit.kernels.
+KERNELS: frozenset[str] = frozenset()
+
+# A plain global, not a ContextVar or a thread-local: it is the one form that torch.compile reads and guards.
+_active: str = "auto"
+
+
+class backend:
+    """Choose the implementation of every operator called inside a ``with`` block, process-wide.
+
+    ``"auto"`` (the default) takes the Triton kernel for CUDA tensors where the operator has one and the torch
+    reference elsewhere; ``"reference"`` and ``"triton"`` insist, and raise where the choice cannot be met. Activation
+    checkpointing calls operators again during backward: keep ``loss.backward()`` inside the block, or give modules
+    their ``backend`` argument.
+    """
+
+    def __init__(self, name: Backend) -> None:
+        self.name = check_backend(name)
+        self.outer = "auto"
+
+    def __enter__(self) -> None:
+        global _active
+        self.outer = _active
+        _active = self.name
+
+    def __exit__(self, *_exception: object) -> None:
+        global _active
+        _active = self.outer
+
+
+def check_backend(name: Backend) -> Backend:
+    if name not in get_args(Backend):
+        raise ValueError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, got {name!r}")
+    return name
+
+
+def choose(operator: str, x: Tensor, streams: int) -> str:
+    """``"reference"`` or ``"triton"`` for one call of an operator on streams like x."""
+    if _active == "reference" or (_active == "auto" and (not x.is_cuda or operator not in KERNELS)):
+        return "reference"
+    if operator not in KERNELS:
+        raise NotImplementedError(
+            f"backend 'triton': this version has no Triton kernel for {operator!r}; "
+            "use mhckit.backend('reference') or 'auto'"
+        )
+    if streams > MAX_KERNEL_STREAMS:
+        raise ValueError(
+            f"the Triton kernel of {operator!r} takes at most {MAX_KERNEL_STREAMS} streams, got {streams}; "
+            "use mhckit.backend('reference')"
+        )
+    return "triton"

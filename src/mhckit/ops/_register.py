@@ -1,0 +1,137 @@
+"""The only user of torch.library: one function that turns a reference into a registered operator.
+
+Each operator is registered twice, ``<name>_fwd`` and ``<name>_bwd``, and joined by a thin autograd.Function. Schemas
+are written with ``{recipe}`` where a Recipe goes: it travels as its scalars, and implementations get the Recipe back.
+Every schema ends with the backend chosen by the public function.
+
+Contract of an implementation, reference or kernel:
+- arguments as in the schema, leading dimensions arbitrary, every tensor contiguous, no backend argument;
+- results contiguous, aliasing neither inputs nor each other; what does not apply (no residual matrix, a gradient
+  nobody needs) is ``absent(x)``, an empty tensor, because schemas cannot return None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mhckit.recipe import Recipe
+
+_SCHEMA_TYPES = {bool: "bool", int: "int", float: "float", str: "str"}
+_RECIPE_FIELDS = dataclasses.fields(Recipe)
+_RECIPE_SCHEMA = ", ".join(f"{_SCHEMA_TYPES[type(field.default)]} {field.name}" for field in _RECIPE_FIELDS)
+
+
+def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define ``mhckit::<name>`` with its implementation for every device and its fake; returns the callable op."""
+    qualified = f"mhckit::{name}"
+    takes_recipe = "{recipe}" in schema
+    arguments, returns = schema.format(recipe=_RECIPE_SCHEMA).split(") -> ")
+
+    def unpack(args: tuple[Any, ...]) -> tuple[list[Any], str]:
+        *rest, chosen = args
+        if takes_recipe:
+            count = len(_RECIPE_FIELDS)
+            rest = [*rest[:-count], _recipe_from_scalars(tuple(rest[-count:]))]
+        return rest, chosen
+
+    def run(*args: Any) -> Any:
+        rest, chosen = unpack(args)
+        if chosen == "triton":
+            return _kernel(name)(*rest)
+        with _without_autocast(next(arg for arg in rest if isinstance(arg, Tensor)).device.type):
+            return _contiguous(reference(*rest))
+
+    def run_fake(*args: Any) -> Any:
+        return fake(*unpack(args)[0])
+
+    torch.library.define(qualified, f"{arguments}, str backend) -> {returns}")
+    torch.library.impl(qualified, "CompositeExplicitAutograd", run)
+    torch.library.register_fake(qualified, run_fake)
+    return getattr(torch.ops.mhckit, name).default
+
+
+def absent(like: Tensor) -> Tensor:
+    """Stands for a tensor that does not apply."""
+    return like.new_empty(0)
+
+
+def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A contiguous uninitialised tensor on the device of ``like``; fakes and kernels allocate with it."""
+    return like.new_empty(shape, dtype=dtype or like.dtype)
+
+
+def room_for(tensors: Iterable[Tensor | None], *, otherwise: Tensor) -> tuple[Tensor, ...]:
+    """Uninitialised gradients of these tensors: contiguous, same shape and dtype; absent where a tensor is None."""
+    return tuple(absent(otherwise) if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors)
+
+
+def accumulator(x: Tensor) -> torch.dtype:
+    """The dtype of coefficients and of every sum: float32, or float64 for float64 streams."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def rounded(
+    gradients: Iterable[Tensor | None], tensors: Iterable[Tensor | None], *, otherwise: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients rounded once to the dtypes of their tensors; absent where either is None."""
+    return tuple(
+        absent(otherwise) if gradient is None or tensor is None else gradient.to(tensor.dtype)
+        for gradient, tensor in zip(gradients, tensors, strict=True)
+    )
+
+
+def pack(tensors: Iterable[Tensor | None], *, otherwise: Tensor) -> tuple[Tensor, ...]:
+    """Results in the form a schema can return: absent for None."""
+    return tuple(absent(otherwise) if tensor is None else tensor for tensor in tensors)
+
+
+def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
+
+
+def needed(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """What backward returns: a gradient per input, None where autograd wants none (then it may be absent)."""
+    padding = (None,) * (len(needs) - len(gradients))
+    return tuple(g if need else None for g, need in zip(gradients, needs, strict=False)) + padding
+
+
+class Operator(torch.autograd.Function):
+    """Base of the autograd.Functions: vmap runs the operator once per element and stacks."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        runs = [
+            cls.apply(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(runs[0], Tensor):
+            return torch.stack(runs), 0
+        return tuple(torch.stack(outputs) for outputs in zip(*runs, strict=True)), (0,) * len(runs[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _recipe_from_scalars(scalars: tuple[Any, ...]) -> Recipe:
+    return Recipe(**{field.name: value for field, value in zip(_RECIPE_FIELDS, scalars, strict=True)})
+
+
+@functools.cache
+def _kernel(name: str) -> Callable[..., Any]:
+    operator = name.rsplit("_", 1)[0]
+    return getattr(importlib.import_module(f"mhckit.kernels.{operator}"), name)
+
+
+def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Autocast reaches into the body of an operator and would turn its float32 products into bfloat16."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+
+
+def _contiguous(result: Any) -> Any:
+    return result.contiguous() if isinstance(result, Tensor) else contiguous(*result)

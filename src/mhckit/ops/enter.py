@@ -1,0 +1,210 @@
+r"""Enter: the first sublayer's coefficients and input, with no write-back before them.
+
+    mix = coefficients(x)        x_in = mix.pre . x  [then RMSNorm]          (shifted: x_in = stream 0)
+
+The streams are returned too, the same values: the chain of junctions continues from that output, so that this node's
+backward receives their gradient g and adds its own part to it,
+
+    dx = g + pre d + dz phi + k x
+
+instead of leaving autograd to add gradients of x in passes of its own.
+
+T tokens; N streams; C channels; P rows of phi; K = N*C.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mhckit.recipe import Recipe
+
+from ._backend import choose
+from ._check import check_dtype, check_optional, check_parameters, check_streams
+from ._read import OutNorm, first_pre, read_backward, read_reference
+from ._register import Operator, accumulator, contiguous, empty, needed, pack, register, room_for, rounded
+from .coefficients import (
+    NO_PARAMETERS,
+    Parameters,
+    as_mix,
+    empty_coefficients,
+    mix_gradients,
+)
+from .mix import Mix
+
+
+def enter_reference(
+    x: Tensor,
+    phi: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    out_norm_weight: Tensor | None,
+    out_norm_eps: float,
+    out_dtype: torch.dtype,
+    recipe: Recipe,
+) -> tuple[Tensor, ...]:
+    """x_in, pre, post, res, z, mean_square, u."""
+    parameters = Parameters(phi, scale, bias, norm_weight)
+    out_norm = OutNorm(out_norm_weight, out_norm_eps)
+    shifted_pre = first_pre(x) if recipe.shifted else None
+    read = read_reference(x, shifted_pre, parameters, out_norm, out_dtype, recipe)
+    return read.x_in, *pack(read.coefficients, otherwise=read.coefficients.pre), read.u
+
+
+def enter_backward(
+    g: Tensor | None,
+    dx_in: Tensor | None,
+    dpre: Tensor | None,
+    dpost: Tensor | None,
+    dres: Tensor | None,
+    x: Tensor,
+    phi: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    out_norm_weight: Tensor | None,
+    z: Tensor | None,
+    mean_square: Tensor | None,
+    u: Tensor,
+    need_parameters: bool,
+    recipe: Recipe,
+) -> tuple[Tensor, ...]:
+    """dx, dphi, dscale, dbias, dnorm_weight, dout_norm_weight."""
+    parameters = Parameters(phi, scale, bias, norm_weight)
+    gradients = read_backward(
+        g,
+        dx_in,
+        mix_gradients(dpre, dpost, dres, x, recipe),
+        x,
+        first_pre(x) if recipe.shifted else None,
+        parameters,
+        out_norm_weight,
+        z,
+        mean_square,
+        u,
+        recipe,
+        need_parameters,
+    )
+    return rounded(
+        (gradients.y, *gradients.parameters, gradients.out_norm_weight), (x, *parameters, out_norm_weight), otherwise=x
+    )
+
+
+def empty_read(x: Tensor, out_norm_weight: Tensor | None, out_dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, ...]:
+    """Room for x_in, the coefficients and u; fakes and kernels allocate with it."""
+    lead, channels = x.shape[:-2], x.shape[-1]
+    return (
+        empty(x, *lead, channels, dtype=out_dtype),
+        *empty_coefficients(x, recipe),
+        empty(x, *((0,) if out_norm_weight is None else lead), dtype=accumulator(x)),
+    )
+
+
+def _fwd_fake(
+    x: Tensor,
+    phi: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    out_norm_weight: Tensor | None,
+    out_norm_eps: float,
+    out_dtype: torch.dtype,
+    recipe: Recipe,
+) -> tuple[Tensor, ...]:
+    return empty_read(x, out_norm_weight, out_dtype, recipe)
+
+
+def _bwd_fake(
+    g: Tensor | None,
+    dx_in: Tensor | None,
+    dpre: Tensor | None,
+    dpost: Tensor | None,
+    dres: Tensor | None,
+    x: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    *parameters, out_norm_weight, _z, _ms, _u, need_parameters, _recipe = rest
+    return room_for((x, *(parameters if need_parameters else NO_PARAMETERS), out_norm_weight), otherwise=x)
+
+
+_fwd = register(
+    "enter_fwd",
+    "(Tensor x, Tensor? phi, Tensor? scale, Tensor bias, Tensor? norm_weight, Tensor? out_norm_weight,"
+    " float out_norm_eps, ScalarType out_dtype, {recipe})"
+    " -> (Tensor x_in, Tensor pre, Tensor post, Tensor res, Tensor z, Tensor mean_square, Tensor u)",
+    reference=enter_reference,
+    fake=_fwd_fake,
+)
+_bwd = register(
+    "enter_bwd",
+    "(Tensor? dx_out, Tensor? dx_in, Tensor? dpre, Tensor? dpost, Tensor? dres,"
+    " Tensor x, Tensor? phi, Tensor? scale, Tensor bias, Tensor? norm_weight, Tensor? out_norm_weight,"
+    " Tensor? z, Tensor? mean_square, Tensor u, bool need_parameters, {recipe})"
+    " -> (Tensor dx, Tensor dphi, Tensor dscale, Tensor dbias, Tensor dnorm_weight, Tensor dout_norm_weight)",
+    reference=enter_backward,
+    fake=_bwd_fake,
+)
+
+
+class _Enter(Operator):
+    @staticmethod
+    def forward(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        *rest, recipe, backend = args
+        return x.view_as(x), *_fwd(x, *rest, *recipe.scalars, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *tensors, _out_norm_eps, _out_dtype, ctx.recipe, ctx.backend = inputs
+        _x, _x_in, _pre, _post, res, z, ms, u = output
+        ctx.save_for_backward(*tensors, *((z, ms) if ctx.recipe.dynamic else (None, None)), u)
+        ctx.mark_non_differentiable(z, ms, u, *((res,) if ctx.recipe.residual == "identity" else ()))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        need_parameters = any(ctx.needs_input_grad[1:5])
+        given = contiguous(*grads[:5])
+        gradients = _bwd(*given, *ctx.saved_tensors, need_parameters, *ctx.recipe.scalars, ctx.backend)
+        return needed(gradients, ctx.needs_input_grad)
+
+
+def enter(
+    x: Tensor,
+    phi: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor,
+    *,
+    recipe: Recipe,
+    norm_weight: Tensor | None = None,
+    out_norm_weight: Tensor | None = None,
+    out_norm_eps: float = 1e-6,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Mix]:
+    """Read the first sublayer's input from the streams.
+
+    Args:
+        x: streams [..., N, C].
+        phi: [P, N*C] with ``P = recipe.rows``; None for a static recipe.
+        scale: one entry per group of rows, [3] ([2] without a residual map); None for a static recipe.
+        bias: [P]; for a static recipe the logits themselves.
+        recipe: the math.
+        norm_weight: [N*C], multiplies the columns of phi.
+        out_norm_weight: [C]; if given, x_in comes out RMS-normalised and multiplied by it.
+        out_norm_eps: added to the mean square under the root of that norm.
+        out_dtype: dtype of x_in, the dtype of x by default.
+
+    Returns:
+        x (the same values; continue the chain from this one), x_in [..., C], and the Mix of the sublayer.
+    """
+    _, streams, channels = check_streams(x, recipe)
+    check_parameters(x, phi, scale, bias, norm_weight, recipe)
+    check_optional("out_norm_weight", out_norm_weight, "[C]", (channels,), like=x)
+    tensors = contiguous(x, phi, scale, bias, norm_weight, out_norm_weight)
+    out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
+    x, x_in, pre, post, res, *_ = _Enter.apply(*tensors, out_norm_eps, out_dtype, recipe, choose("enter", x, streams))
+    return x, x_in, as_mix(pre, post, res, recipe)

@@ -1,0 +1,189 @@
+r"""Sinkhorn: from residual logits L to the matrix H that mixes the streams; every residual map goes through here.
+
+    sinkhorn      R = exp(L), softmax(L) + eps or |L| + eps, then rows and columns divided by their sums, in turn
+    permutation   R = sum_k softmax(L)[k] P_k over the N! permutation matrices P_k
+    free          R = L
+    H = R if the recipe stores R as [out, in], R^T if as [in, out]
+
+The backward is the derivative of the finite iteration, not of its limit. With A = R dL/dR, the gradient of log R, one
+normalisation R' = R / s has
+
+    A[i,j] = A'[i,j] - R'[i,j] sum_k A'[i,k]                (rows; the sum term only where s, not eps, divided)
+
+which needs no division and cannot overflow. Starts that eps keeps away from zero (softmax + eps, |L| + eps) run in
+linear space; exp runs in log space, where any finite logits are exact: exp overflows above 88, and a column that
+underflows to zero could never be brought back.
+
+T tokens; N x N matrices with rows first, as stored (S, S) and as returned (O out, I in); F = N! permutations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mhckit.recipe import Recipe
+
+from ._backend import choose
+from ._check import check_recipe, check_shape, check_tensor
+from ._register import Operator, accumulator, empty, needed, register
+
+ROWS, COLS = -1, -2  # the axis that is summed
+
+
+def sinkhorn_reference(logits: Tensor, recipe: Recipe) -> Tensor:
+    """H [T, O, I] from logits [T, S, S], or [T, F] for permutation."""
+    logits = logits.to(accumulator(logits))
+    if recipe.residual == "permutation":
+        matrix = (logits.softmax(-1) @ permutation_matrices(logits, recipe.streams).flatten(1)).unflatten(
+            -1, (recipe.streams, recipe.streams)
+        )
+    elif recipe.residual == "free":
+        matrix = logits.clone()
+    else:
+        matrix = _iterate(logits, recipe)[-1].matrix
+    return _orient(matrix, recipe)
+
+
+def sinkhorn_backward(dh_TOI: Tensor, logits: Tensor, recipe: Recipe) -> Tensor:
+    """Gradient of the logits, unrounded."""
+    dmatrix = _orient(dh_TOI, recipe)
+    logits = logits.to(dmatrix.dtype)
+    if recipe.residual == "free":
+        return dmatrix.clone()
+    if recipe.residual == "permutation":
+        dweights_TF = dmatrix.flatten(-2) @ permutation_matrices(logits, recipe.streams).flatten(1).mT
+        return _softmax_backward(dweights_TF, logits.softmax(-1))
+    steps = _iterate(logits, recipe)
+    dlog = dmatrix * steps[-1].matrix
+    for step in reversed(steps):
+        dlog = dlog - step.divided_by_sum * step.matrix * dlog.sum(step.axis, keepdim=True)
+    if recipe.init == "softmax":
+        return _softmax_backward(dlog / _start(logits, recipe), logits.softmax(ROWS))
+    return logits.sign() * dlog / _start(logits, recipe) if recipe.init == "abs" else dlog
+
+
+class _Step(NamedTuple):
+    """One normalisation: the matrix after it, the axis it summed over, and where the sum (not eps) divided."""
+
+    matrix: Tensor
+    axis: int
+    divided_by_sum: Tensor | bool
+
+
+def _iterate(logits: Tensor, recipe: Recipe) -> list[_Step]:
+    """Every normalisation, first to last."""
+    axes = ([ROWS, COLS] if recipe.order == "rows" else [COLS, ROWS]) * recipe.iterations
+    if recipe.init in ("exp", "exp_minus_max"):
+        return _iterate_in_log_space(logits, axes, recipe)
+    matrix, steps = _start(logits, recipe), []
+    for axis in axes[1:] if recipe.init == "softmax" else axes:
+        matrix = matrix / (matrix.sum(axis, keepdim=True) + recipe.eps)
+        steps.append(_Step(matrix, axis, True))
+    return steps
+
+
+def _start(logits: Tensor, recipe: Recipe) -> Tensor:
+    return (logits.softmax(ROWS) if recipe.init == "softmax" else logits.abs()) + recipe.eps
+
+
+def _iterate_in_log_space(logits: Tensor, axes: list[int], recipe: Recipe) -> list[_Step]:
+    log, steps = logits, []
+    if recipe.init == "exp_minus_max":
+        log = log - log.amax(ROWS, keepdim=True)
+    for axis in axes:
+        log_divisor, divided_by_sum = _log_divisor(log.logsumexp(axis, keepdim=True), axis, recipe)
+        log = log - log_divisor
+        steps.append(_Step(log.exp(), axis, divided_by_sum))
+    return steps
+
+
+def _log_divisor(log_sum: Tensor, axis: int, recipe: Recipe) -> tuple[Tensor, Tensor | bool]:
+    if recipe.eps_mode == "none":
+        return log_sum, True
+    log_eps = math.log(recipe.eps)
+    if recipe.eps_mode == "add":
+        return torch.logaddexp(log_sum, torch.full_like(log_sum, log_eps)), True
+    if recipe.eps_mode == "clamp":
+        return log_sum.clamp(min=log_eps), log_sum >= log_eps
+    above = log_sum > log_eps
+    return torch.where(above, log_sum, 0 if axis == ROWS else math.inf), above
+
+
+def permutation_matrices(like: Tensor, streams: int) -> Tensor:
+    """[N!, N, N] in lexicographic order; matrix k has a one at (row, k-th permutation[row])."""
+    permutations = torch.tensor(list(itertools.permutations(range(streams))), device=like.device)
+    return torch.nn.functional.one_hot(permutations, streams).to(like.dtype)
+
+
+def _softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
+    return y * (dy - (dy * y).sum(-1, keepdim=True))
+
+
+def _orient(matrix: Tensor, recipe: Recipe) -> Tensor:
+    return matrix.mT if recipe.stored == "in_out" else matrix
+
+
+def _fwd_fake(logits: Tensor, recipe: Recipe) -> Tensor:
+    lead = logits.shape[: -1 if recipe.residual == "permutation" else -2]
+    return empty(logits, *lead, recipe.streams, recipe.streams, dtype=accumulator(logits))
+
+
+def _bwd_reference(dh: Tensor, logits: Tensor, recipe: Recipe) -> Tensor:
+    return sinkhorn_backward(dh, logits, recipe).to(logits.dtype)
+
+
+def _bwd_fake(dh: Tensor, logits: Tensor, recipe: Recipe) -> Tensor:
+    return empty(logits, *logits.shape)
+
+
+_fwd = register("sinkhorn_fwd", "(Tensor logits, {recipe}) -> Tensor", reference=sinkhorn_reference, fake=_fwd_fake)
+_bwd = register(
+    "sinkhorn_bwd", "(Tensor dres, Tensor logits, {recipe}) -> Tensor", reference=_bwd_reference, fake=_bwd_fake
+)
+
+
+class _Sinkhorn(Operator):
+    @staticmethod
+    def forward(logits: Tensor, recipe: Recipe, backend: str) -> Tensor:
+        return _fwd(logits, *recipe.scalars, backend)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        logits, ctx.recipe, ctx.backend = inputs
+        ctx.save_for_backward(logits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        (logits,) = ctx.saved_tensors
+        dlogits = _bwd(dh.contiguous(), logits, *ctx.recipe.scalars, ctx.backend)
+        return needed((dlogits,), ctx.needs_input_grad)
+
+
+def sinkhorn(logits: Tensor | None, *, recipe: Recipe) -> Tensor | None:
+    """The residual matrix H [..., out, in] of any residual map, in float32 (float64 for float64 logits).
+
+    Args:
+        logits: [..., N, N] as the recipe stores them; [..., N!] for permutation; None for identity.
+        recipe: the math.
+
+    Returns:
+        H [..., out, in] whatever the recipe stores; None for identity.
+    """
+    check_recipe(recipe)
+    if recipe.residual == "identity":
+        if logits is not None:
+            raise ValueError("logits must be None: residual='identity' has no residual matrix")
+        return None
+    logits = check_tensor("logits", logits)
+    if recipe.residual == "permutation":
+        check_shape("logits", logits, "[..., N!]", (*logits.shape[:-1], recipe.residual_logits))
+    else:
+        check_shape("logits", logits, "[..., N, N]", (*logits.shape[:-2], recipe.streams, recipe.streams))
+    return _Sinkhorn.apply(logits.contiguous(), recipe, choose("sinkhorn", logits, recipe.streams))
