@@ -104,7 +104,10 @@ def needed(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor |
 
 
 class Operator(torch.autograd.Function):
-    """Base of the autograd.Functions: vmap runs the operator once per element and stacks."""
+    """Base of the autograd.Functions: vmap runs the operator once per element and stacks.
+
+    ``forward`` names every argument: with ``*args`` Dynamo cannot tell that it takes no ctx.
+    """
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:

@@ -152,9 +152,20 @@ _bwd = register(
 
 class _Enter(Operator):
     @staticmethod
-    def forward(x: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        *rest, recipe, backend = args
-        return x.view_as(x), *_fwd(x, *rest, *recipe.scalars, backend)
+    def forward(
+        x: Tensor,
+        phi: Tensor | None,
+        scale: Tensor | None,
+        bias: Tensor,
+        norm_weight: Tensor | None,
+        out_norm_weight: Tensor | None,
+        out_norm_eps: float,
+        out_dtype: torch.dtype,
+        recipe: Recipe,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        parameters = (phi, scale, bias, norm_weight, out_norm_weight)
+        return x.view_as(x), *_fwd(x, *parameters, out_norm_eps, out_dtype, *recipe.scalars, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -129,9 +129,17 @@ _bwd = register(
 
 class _Head(Operator):
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *rest, recipe, backend = args
-        return _fwd(*rest, *recipe.scalars, backend)
+    def forward(
+        x: Tensor,
+        fn: Tensor | None,
+        scale: Tensor | None,
+        base: Tensor | None,
+        pre: Tensor | None,
+        out_dtype: torch.dtype,
+        recipe: Recipe,
+        backend: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _fwd(x, fn, scale, base, pre, out_dtype, *recipe.scalars, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -142,9 +142,26 @@ _bwd = register(
 
 class _Junction(Operator):
     @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, ...]:
-        *rest, recipe, backend = args
-        return _fwd(*rest, *recipe.scalars, backend)
+    def forward(
+        x: Tensor,
+        f: Tensor,
+        f_bias: Tensor | None,
+        shifted_pre: Tensor | None,
+        post: Tensor,
+        res: Tensor | None,
+        phi: Tensor | None,
+        scale: Tensor | None,
+        bias: Tensor,
+        norm_weight: Tensor | None,
+        out_norm_weight: Tensor | None,
+        out_norm_eps: float,
+        out_dtype: torch.dtype,
+        recipe: Recipe,
+        backend: str,
+    ) -> tuple[Tensor, ...]:
+        write = (x, f, f_bias, shifted_pre, post, res)
+        parameters = (phi, scale, bias, norm_weight, out_norm_weight)
+        return _fwd(*write, *parameters, out_norm_eps, out_dtype, *recipe.scalars, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
