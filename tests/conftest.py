@@ -8,18 +8,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Files that need a second process or a compiler run in the same suite; keep hypothesis deterministic between runs.
 settings.register_profile(
-    "mhckit", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+    "mhckit", derandomize=True, deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("mhckit")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
 
 
 @pytest.fixture(autouse=True)
