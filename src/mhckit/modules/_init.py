@@ -27,44 +27,49 @@ LARGEST_SIGMOID = 0.95  # where a recipe cannot reach post = 1 (post_scale <= 1)
 
 def initial_bias(recipe: Recipe, layer_index: int) -> Tensor:
     """bias [P] of a HyperConnection."""
-    if recipe.residual == "free":
-        return _free_bias(recipe, layer_index)
-    return torch.cat([pre_bias(recipe), _post_bias(recipe, layer_index), _res_bias(recipe)])
+    n = recipe.streams
+    if recipe.residual == "free":  # the original HC: read one stream, write to all alike, do not mix
+        bias = [*_one_hot(n, layer_index % n), *[1.0] * n, *_matrix(n, 1.0, 0.0)]
+    else:
+        bias = [*_pre_bias(recipe), *_post_bias(recipe, layer_index), *_res_bias(recipe)]
+    return torch.tensor(bias, dtype=torch.float64)
 
 
-def pre_bias(recipe: Recipe) -> Tensor:
+def initial_head_base(recipe: Recipe) -> Tensor:
+    """base [N] of a HyperHead."""
+    return torch.tensor(_pre_bias(recipe), dtype=torch.float64)
+
+
+def _pre_bias(recipe: Recipe) -> list[float]:
     """[N], such that sigmoid + pre_eps = 1/N."""
-    if recipe.streams == 1:
-        return torch.full((1,), SINGLE_STREAM_BIAS)
-    return torch.full((recipe.streams,), _logit(1 / recipe.streams - recipe.pre_eps))
+    n = recipe.streams
+    return [SINGLE_STREAM_BIAS] if n == 1 else [_logit(1 / n - recipe.pre_eps)] * n
 
 
-def _post_bias(recipe: Recipe, layer_index: int) -> Tensor:
+def _post_bias(recipe: Recipe, layer_index: int) -> list[float]:
     targets = [1 + POST_SPREAD * place for place in _rotated_ramp(recipe.streams, layer_index)]
-    return torch.tensor([_logit((t - recipe.post_eps) / recipe.post_scale) for t in targets])
+    return [_logit((target - recipe.post_eps) / recipe.post_scale) for target in targets]
 
 
-def _res_bias(recipe: Recipe) -> Tensor:
+def _res_bias(recipe: Recipe) -> list[float]:
     """Logits of a matrix with RES_DIAGONAL on the diagonal and equal entries elsewhere."""
-    n = recipe.streams
-    if recipe.residual == "identity" or n == 1:
-        return torch.ones(recipe.residual_logits) if recipe.init == "abs" else torch.zeros(recipe.residual_logits)
+    n, count = recipe.streams, recipe.residual_logits
+    if count <= 1:
+        return [1.0] * count
     odds = RES_DIAGONAL / (1 - RES_DIAGONAL)
-    if recipe.residual == "permutation":
-        bias = torch.zeros(recipe.residual_logits)
-        bias[0] = math.log(odds * (recipe.residual_logits - 1))
-        return bias
+    if recipe.residual == "permutation":  # the first permutation is the identity
+        return [math.log(odds * (count - 1)) * entry for entry in _one_hot(count, 0)]
     if recipe.init == "abs":
-        off_diagonal = (1 - RES_DIAGONAL) / (n - 1)
-        return (off_diagonal + (RES_DIAGONAL - off_diagonal) * torch.eye(n)).flatten()
-    return (math.log(odds * (n - 1)) * torch.eye(n)).flatten()
+        return _matrix(n, RES_DIAGONAL, (1 - RES_DIAGONAL) / (n - 1))
+    return _matrix(n, math.log(odds * (n - 1)), 0.0)
 
 
-def _free_bias(recipe: Recipe, layer_index: int) -> Tensor:
-    """The original HC: read one stream, write to all alike, do not mix."""
-    n = recipe.streams
-    eye = torch.eye(n)
-    return torch.cat([eye[layer_index % n], torch.ones(n), eye.flatten()])
+def _matrix(n: int, diagonal: float, elsewhere: float) -> list[float]:
+    return [diagonal if row == col else elsewhere for row in range(n) for col in range(n)]
+
+
+def _one_hot(n: int, index: int) -> list[float]:
+    return [float(i == index) for i in range(n)]
 
 
 def _rotated_ramp(n: int, layer_index: int) -> list[float]:
