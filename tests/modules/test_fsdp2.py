@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.multiprocessing.spawn import spawn
 
 from mhckit import HyperConnection, HyperHead, Recipe, Streams
 
@@ -83,7 +83,7 @@ def _train(rank: int, directory: str, lowered: bool) -> None:
 
 
 def _spawn(directory: Path, lowered: bool) -> None:
-    mp.spawn(_train, args=(str(directory), lowered), nprocs=WORLD)
+    spawn(_train, args=(str(directory), lowered), nprocs=WORLD)
     assert (directory / "done").exists()
 
 

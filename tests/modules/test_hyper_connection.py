@@ -57,7 +57,11 @@ def test_parameters() -> None:
 class TestFloat32:
     def test_casts_do_not_reach_the_parameters(self) -> None:
         model = nn.ModuleDict(
-            {"hc": HyperConnection(8, "deepseek_v4", norm=True), "head": HyperHead(8, "deepseek_v4"), "f": nn.Linear(8, 8)}
+            {
+                "hc": HyperConnection(8, "deepseek_v4", norm=True),
+                "head": HyperHead(8, "deepseek_v4"),
+                "f": nn.Linear(8, 8),
+            }
         )
         before = copy.deepcopy(model.state_dict())
         for cast in (lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16()):
@@ -136,7 +140,7 @@ def test_constructor_errors() -> None:
 def test_streams_of_another_width() -> None:
     with pytest.raises(ValueError, match=re.escape("phi must be [P, N*C] = (24, 28), got (24, 32)")):
         HyperConnection(8)(Streams(torch.randn(3, 4, 7)))
-    with pytest.raises(TypeError, match="streams must be mhckit.Streams or a tensor"):
+    with pytest.raises(TypeError, match=r"streams must be mhckit\.Streams or a tensor"):
         HyperConnection(8)((torch.randn(3, 4, 8),))  # type: ignore[arg-type]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from networks import make
@@ -31,7 +33,7 @@ def test_equals_the_plain_network_up_to_scale(preset: str, streams: int) -> None
 
 @each_preset_and_width
 def test_residual_matrix_is_doubly_stochastic_and_near_the_identity(preset: str, streams: int) -> None:
-    """Exactly where a token says nothing; logits that are not exponentiated (hc, mhc_triton) react most to what it says."""
+    """Exactly for static recipes; dynamic ones move with the token, most where logits are not exponentiated."""
     recipe = Recipe.preset(preset, streams=streams)
     if recipe.residual == "identity":
         assert HyperConnection(8, recipe).bias.shape == (2 * streams,)
@@ -65,7 +67,7 @@ def test_coefficients_at_step_0(preset: str, streams: int) -> None:
 
 def test_spread_of_post_rotates_with_the_layer() -> None:
     biases = [HyperConnection(8, "paper", layer_index=i).bias[4:8] for i in range(5)]
-    for first, second in zip(biases, biases[1:], strict=False):
+    for first, second in itertools.pairwise(biases):
         assert torch.equal(first.roll(-1), second)
     assert torch.equal(biases[0], biases[4])
 

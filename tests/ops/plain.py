@@ -6,7 +6,6 @@ One token at a time, straight from the formulas; Sinkhorn in the textbook form (
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import mpmath
@@ -71,43 +70,44 @@ def residual(logit: Array, recipe: Recipe) -> Array | None:
 
 def sinkhorn(logit: Array, recipe: Recipe) -> Array:
     """The textbook iteration in 60-digit arithmetic with unbounded exponents, so that nothing over- or underflows."""
-    n, eps = recipe.streams, mpmath.mpf(recipe.eps)
     with mpmath.workdps(60):
-        rows = [[mpmath.mpf(float(value)) for value in row] for row in logit]
-        steps: list[Callable[[], None]] = []
-
-        def divide(line: list[tuple[int, int]], is_row: bool) -> None:
-            total = mpmath.fsum(rows[i][j] for i, j in line)
-            if recipe.eps_mode == "guard":
-                divisor = total if total > eps else 1 if is_row else mpmath.inf
-            else:
-                divisor = {"none": total, "add": total + eps, "clamp": max(total, eps)}[recipe.eps_mode]
-            for i, j in line:
-                rows[i][j] = rows[i][j] / divisor
-
-        def all_rows() -> None:
-            for i in range(n):
-                divide([(i, j) for j in range(n)], True)
-
-        def all_cols() -> None:
-            for j in range(n):
-                divide([(i, j) for i in range(n)], False)
-
-        steps = ([all_rows, all_cols] if recipe.order == "rows" else [all_cols, all_rows]) * recipe.iterations
-        for i in range(n):
-            top = max(rows[i])
-            if recipe.init == "softmax":
-                total = mpmath.fsum(mpmath.exp(value) for value in rows[i])
-                rows[i] = [mpmath.exp(value) / total + eps for value in rows[i]]
-            elif recipe.init == "exp_minus_max":
-                rows[i] = [mpmath.exp(value - top) for value in rows[i]]
-            elif recipe.init == "abs":
-                rows[i] = [abs(value) + eps for value in rows[i]]
-            else:
-                rows[i] = [mpmath.exp(value) for value in rows[i]]
+        matrix = [_start([mpmath.mpf(float(value)) for value in row], recipe) for row in logit]
+        steps = ([_rows, _cols] if recipe.order == "rows" else [_cols, _rows]) * recipe.iterations
         for step in steps[1:] if recipe.init == "softmax" else steps:
-            step()
-        return np.array([[float(value) for value in row] for row in rows])
+            matrix = step(matrix, recipe)
+        return np.array([[float(value) for value in row] for row in matrix])
+
+
+def _start(row: list, recipe: Recipe) -> list:
+    eps = mpmath.mpf(recipe.eps)
+    if recipe.init == "abs":
+        return [abs(value) + eps for value in row]
+    if recipe.init == "exp_minus_max":
+        return [mpmath.exp(value - max(row)) for value in row]
+    exponentials = [mpmath.exp(value) for value in row]
+    if recipe.init == "exp":
+        return exponentials
+    return [value / mpmath.fsum(exponentials) + eps for value in exponentials]
+
+
+def _rows(matrix: list[list], recipe: Recipe) -> list[list]:
+    return [_normalised(row, recipe, left_alone=1) for row in matrix]
+
+
+def _cols(matrix: list[list], recipe: Recipe) -> list[list]:
+    columns = [_normalised(list(column), recipe, left_alone=mpmath.inf) for column in zip(*matrix, strict=True)]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _normalised(line: list, recipe: Recipe, left_alone: Any) -> list:
+    total, eps = mpmath.fsum(line), mpmath.mpf(recipe.eps)
+    divisor = {
+        "none": total,
+        "add": total + eps,
+        "clamp": max(total, eps),
+        "guard": total if total > eps else left_alone,
+    }[recipe.eps_mode]
+    return [value / divisor for value in line]
 
 
 def collapse(x: Array, weights: Array, norm_weight: Array | None = None, eps: float = 0.0) -> Array:

@@ -219,7 +219,7 @@ def test_no_tokens(operator: str, name: str) -> None:
     call = make_call(operator, RECIPES[name], lead=(2, 0), dtype=torch.float32).requires_grad()
     outputs = call()
     for got, want in zip(outputs, full, strict=True):
-        assert got.shape == want.shape[:1] + (0,) + want.shape[2:] or not RECIPES[name].dynamic
+        assert got.shape == (*want.shape[:1], 0, *want.shape[2:]) or not RECIPES[name].dynamic
     _loss(outputs).backward()
     for key, tensor in call.tensors.items():
         gradient = _gradient(call, key)

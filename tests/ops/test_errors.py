@@ -155,7 +155,7 @@ class TestRecipeMismatch:
 def test_expand_arguments() -> None:
     with pytest.raises(ValueError, match="streams must be at least 1, got 0"):
         mhckit.expand(torch.randn(2, 5), 0)
-    with pytest.raises(TypeError, match="streams must be an int, got 2.0"):
+    with pytest.raises(TypeError, match=r"streams must be an int, got 2\.0"):
         mhckit.expand(torch.randn(2, 5), 2.0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=re.escape("h must be [..., C] with C >= 1, got ()")):
         mhckit.expand(torch.tensor(1.0), 2)

@@ -108,7 +108,9 @@ def test_finite_and_close_to_float64(call: Call) -> None:
         if got is not None and want is not None:
             assert got.dtype == call.tensors[name].dtype
             difference = _size(got.double() - want)
-            assert difference <= 100 * torch.finfo(low).eps * max(_size(g) for g in exact_gradients.values() if g is not None), name
+            assert difference <= 100 * torch.finfo(low).eps * max(
+                _size(g) for g in exact_gradients.values() if g is not None
+            ), name
 
 
 def _size(tensor: Tensor) -> float:

@@ -81,6 +81,8 @@ def coefficients_backward(
     """dx (None for static recipes, whose coefficients do not depend on x) and parameter gradients; unrounded."""
     phi_PK, scale, bias_P, norm_weight_K = parameters
     bias_P = bias_P.to(accumulator(x_TNC))
+    if phi_PK is None:
+        dmix = _sum_over_tokens(dmix)
     logits = shape_residual_logits(activate_reference(z_TP, ms_T, scale, bias_P, recipe)[2], recipe)
     if logits is None or dmix.res is None:
         dlogits_TR = dmix.pre.new_empty(*dmix.pre.shape[:-1], 0)
@@ -95,6 +97,17 @@ def coefficients_backward(
     if not need_parameters:
         return dx_TNC, ParameterGradients(*NO_PARAMETERS)
     return dx_TNC, ParameterGradients(dphi_PK, dscale, dbias_P, dnorm_weight_K)
+
+
+def _sum_over_tokens(dmix: Mix) -> Mix:
+    """Gradient of the one Mix that all tokens of a static recipe share."""
+    n = dmix.pre.shape[-1]
+    dres_TOI = dmix.res
+    return Mix(
+        dmix.pre.reshape(-1, n).sum(0),
+        dmix.post.reshape(-1, n).sum(0),
+        None if dres_TOI is None else dres_TOI.reshape(-1, n, n).sum(0),
+    )
 
 
 class ParameterGradients(NamedTuple):

@@ -14,7 +14,8 @@ which needs no division and cannot overflow. Starts that eps keeps away from zer
 linear space; exp runs in log space, where any finite logits are exact: exp overflows above 88, and a column that
 underflows to zero could never be brought back.
 
-T tokens; N x N matrices with rows first, as stored (S, S) and as returned (O out, I in); F = N! permutations.
+T tokens; N x N matrices with rows first, as stored (S, S) and as returned (O out, I in); F = N! permutations. The
+iteration holds its matrices as [S, S, T], so that its many small sums run over contiguous tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ._backend import choose
 from ._check import check_recipe, check_shape, check_tensor
 from ._register import Operator, accumulator, empty, needed, register
 
-ROWS, COLS = -1, -2  # the axis that is summed
+ROWS, COLS = 1, 0  # the axis of [S, S, T] that is summed
 
 
 def sinkhorn_reference(logits: Tensor, recipe: Recipe) -> Tensor:
@@ -46,7 +47,7 @@ def sinkhorn_reference(logits: Tensor, recipe: Recipe) -> Tensor:
     elif recipe.residual == "free":
         matrix = logits.clone()
     else:
-        matrix = _iterate(logits, recipe)[-1].matrix
+        matrix = _tokens_first(_iterate(_tokens_last(logits), recipe)[-1].matrix)
     return _orient(matrix, recipe)
 
 
@@ -58,22 +59,24 @@ def sinkhorn_backward(dh_TOI: Tensor, logits: Tensor, recipe: Recipe) -> Tensor:
         return dmatrix.clone()
     if recipe.residual == "permutation":
         dweights_TF = dmatrix.flatten(-2) @ permutation_matrices(logits, recipe.streams).flatten(1).mT
-        return _softmax_backward(dweights_TF, logits.softmax(-1))
-    steps = _iterate(logits, recipe)
-    dlog = dmatrix * steps[-1].matrix
-    for step in reversed(steps):
-        dlog = dlog - step.divided_by_sum * step.matrix * dlog.sum(step.axis, keepdim=True)
-    if recipe.init == "softmax":
-        return _softmax_backward(dlog / _start(logits, recipe), logits.softmax(ROWS))
-    return logits.sign() * dlog / _start(logits, recipe) if recipe.init == "abs" else dlog
+        return _softmax_backward(dweights_TF, logits.softmax(-1), -1)
+    return _tokens_first(_iterate_backward(_tokens_last(dmatrix), _tokens_last(logits), recipe))
+
+
+def _tokens_last(matrix: Tensor) -> Tensor:
+    return matrix.movedim((-2, -1), (0, 1)).contiguous()
+
+
+def _tokens_first(matrix: Tensor) -> Tensor:
+    return matrix.movedim((0, 1), (-2, -1))
 
 
 class _Step(NamedTuple):
-    """One normalisation: the matrix after it, the axis it summed over, and where the sum (not eps) divided."""
+    """One normalisation: the matrix after it, the axis it summed over, and where the sum divided (None: always)."""
 
     matrix: Tensor
     axis: int
-    divided_by_sum: Tensor | bool
+    divided_by_sum: Tensor | None
 
 
 def _iterate(logits: Tensor, recipe: Recipe) -> list[_Step]:
@@ -84,8 +87,19 @@ def _iterate(logits: Tensor, recipe: Recipe) -> list[_Step]:
     matrix, steps = _start(logits, recipe), []
     for axis in axes[1:] if recipe.init == "softmax" else axes:
         matrix = matrix / (matrix.sum(axis, keepdim=True) + recipe.eps)
-        steps.append(_Step(matrix, axis, True))
+        steps.append(_Step(matrix, axis, None))
     return steps
+
+
+def _iterate_backward(dmatrix: Tensor, logits: Tensor, recipe: Recipe) -> Tensor:
+    steps = _iterate(logits, recipe)
+    dlog = dmatrix * steps[-1].matrix
+    for step in reversed(steps):
+        through_sum = step.matrix * dlog.sum(step.axis, keepdim=True)
+        dlog = dlog - (through_sum if step.divided_by_sum is None else step.divided_by_sum * through_sum)
+    if recipe.init == "softmax":
+        return _softmax_backward(dlog / _start(logits, recipe), logits.softmax(ROWS), ROWS)
+    return logits.sign() * dlog / _start(logits, recipe) if recipe.init == "abs" else dlog
 
 
 def _start(logits: Tensor, recipe: Recipe) -> Tensor:
@@ -103,12 +117,12 @@ def _iterate_in_log_space(logits: Tensor, axes: list[int], recipe: Recipe) -> li
     return steps
 
 
-def _log_divisor(log_sum: Tensor, axis: int, recipe: Recipe) -> tuple[Tensor, Tensor | bool]:
+def _log_divisor(log_sum: Tensor, axis: int, recipe: Recipe) -> tuple[Tensor, Tensor | None]:
     if recipe.eps_mode == "none":
-        return log_sum, True
+        return log_sum, None
     log_eps = math.log(recipe.eps)
     if recipe.eps_mode == "add":
-        return torch.logaddexp(log_sum, torch.full_like(log_sum, log_eps)), True
+        return torch.logaddexp(log_sum, torch.full_like(log_sum, log_eps)), None
     if recipe.eps_mode == "clamp":
         return log_sum.clamp(min=log_eps), log_sum >= log_eps
     above = log_sum > log_eps
@@ -121,8 +135,8 @@ def permutation_matrices(like: Tensor, streams: int) -> Tensor:
     return torch.nn.functional.one_hot(permutations, streams).to(like.dtype)
 
 
-def _softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
-    return y * (dy - (dy * y).sum(-1, keepdim=True))
+def _softmax_backward(dy: Tensor, y: Tensor, axis: int) -> Tensor:
+    return y * (dy - (dy * y).sum(axis, keepdim=True))
 
 
 def _orient(matrix: Tensor, recipe: Recipe) -> Tensor:

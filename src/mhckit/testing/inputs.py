@@ -89,9 +89,7 @@ def make_call(
     return Call(operator, recipe, tensors)
 
 
-def _shape(
-    name: str, operator: str, recipe: Recipe, lead: tuple[int, ...], channels: int
-) -> tuple[int, ...] | None:
+def _shape(name: str, operator: str, recipe: Recipe, lead: tuple[int, ...], channels: int) -> tuple[int, ...] | None:
     """None where the recipe has no such argument."""
     n, width = recipe.streams, recipe.streams * channels
     learned, identity = recipe.head == "learned", recipe.residual == "identity"
