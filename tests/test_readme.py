@@ -15,7 +15,8 @@ def test_example_runs_as_written() -> None:
     names: dict = {}
     exec(compile(example, "README.md", "exec"), names)
     assert names["loss"].isfinite()
-    assert all(parameter.grad is not None for parameter in names["model"].parameters())
+    for module in ("layers", "hcs", "head"):
+        assert all(parameter.grad is not None for parameter in names[module].parameters())
 
 
 def test_commands_are_targets() -> None:
