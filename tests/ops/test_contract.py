@@ -39,7 +39,7 @@ each_operator = pytest.mark.parametrize("operator", OPERATORS)
 def _loss(outputs: tuple[Tensor, ...]) -> Tensor:
     """A scalar in which every element of every output has a weight of its own, exact in every dtype."""
     generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(o.shape, generator=generator).bfloat16().double() for o in outputs]
+    weights = [torch.randn(o.shape, generator=generator).bfloat16().double().to(o.device) for o in outputs]
     return torch.stack([(o.double() * weight).sum() for o, weight in zip(outputs, weights, strict=True)]).sum()
 
 
@@ -273,6 +273,19 @@ def test_rounds_once(operator: str, dtype: torch.dtype) -> None:
     for got, want in pairs:
         half_a_bit = 0.5 * torch.finfo(got.dtype).eps * want.abs()
         assert ((got.double() - want).abs() <= half_a_bit + 3e-6 * want.abs().max()).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", *(["cuda"] if torch.cuda.is_available() else [])])
+@each_case
+def test_every_device_here(operator: str, name: str, device: str) -> None:
+    """float32 on each device of this machine against float64 on the CPU, forward and backward."""
+    exact = make_call(operator, RECIPES[name], lead=(5,), channels=7)
+    call = exact.to(lambda tensor: tensor.to(device, torch.float32))
+    pairs = [*zip(call(), exact(), strict=True)]
+    pairs += zip(_gradients(call).values(), _gradients(exact).values(), strict=True)
+    for got, want in pairs:
+        assert got.device.type == device
+        torch.testing.assert_close(got.cpu().double(), want, rtol=1e-4, atol=1e-5 * max(1.0, float(want.abs().max())))
 
 
 @each_case

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import hypothesis.strategies as st
+import pytest
 import torch
-from hypothesis import given
 from torch import Tensor
 
 from mhckit import Recipe
 from mhckit.recipe import _INIT_RULES
 from mhckit.testing import OPERATORS, Call, make_call
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+import hypothesis.strategies as st
+from hypothesis import given
 
 
 @st.composite

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 Backend = Literal["auto", "reference", "triton"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 
 MAX_KERNEL_STREAMS = 8
 
@@ -45,8 +46,8 @@ class backend:
 
 
 def check_backend(name: Backend) -> Backend:
-    if name not in get_args(Backend):
-        raise ValueError(f"backend must be one of {', '.join(map(repr, get_args(Backend)))}, got {name!r}")
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
     return name
 
 

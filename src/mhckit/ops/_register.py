@@ -44,6 +44,8 @@ def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Cal
 
     def run(*args: Any) -> Any:
         rest, chosen = unpack(args)
+        # Here, not in Function.backward: torch 2.6's Dynamo mixes up inputs when both sides trace a `contiguous`.
+        rest = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in rest]
         if chosen == "triton":
             return _kernel(name)(*rest)
         with _without_autocast(next(arg for arg in rest if isinstance(arg, Tensor)).device.type):
@@ -99,8 +101,7 @@ def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 def needed(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """What backward returns: a gradient per input, None where autograd wants none (then it may be absent)."""
-    padding = (None,) * (len(needs) - len(gradients))
-    return tuple(g if need else None for g, need in zip(gradients, needs, strict=False)) + padding
+    return tuple(gradients[i] if need and i < len(gradients) else None for i, need in enumerate(needs))
 
 
 class Operator(torch.autograd.Function):

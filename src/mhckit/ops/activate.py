@@ -202,7 +202,7 @@ class _Activate(Operator):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients = _bwd(*contiguous(*grads), *ctx.saved_tensors, *ctx.recipe.scalars, ctx.backend)
+        gradients = _bwd(*grads, *ctx.saved_tensors, *ctx.recipe.scalars, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -239,8 +239,7 @@ class _Coefficients(Operator):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         need_parameters = any(ctx.needs_input_grad[1:5])
-        dmix = contiguous(*grads[:3])
-        gradients = _bwd(*dmix, *ctx.saved_tensors, need_parameters, *ctx.recipe.scalars, ctx.backend)
+        gradients = _bwd(*grads[:3], *ctx.saved_tensors, need_parameters, *ctx.recipe.scalars, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -49,7 +49,7 @@ class _Expand(Operator):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        return needed((_bwd(dx.contiguous(), ctx.backend),), ctx.needs_input_grad)
+        return needed((_bwd(dx, ctx.backend),), ctx.needs_input_grad)
 
 
 def expand(h: Tensor, streams: int) -> Tensor:

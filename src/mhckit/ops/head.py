@@ -153,7 +153,7 @@ class _Head(Operator):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         need_parameters = any(ctx.needs_input_grad[1:4])
-        gradients = _bwd(dh.contiguous(), *ctx.saved_tensors, need_parameters, *ctx.recipe.scalars, ctx.backend)
+        gradients = _bwd(dh, *ctx.saved_tensors, need_parameters, *ctx.recipe.scalars, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -175,8 +175,7 @@ class _Junction(Operator):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         need_parameters = any(ctx.needs_input_grad[6:10])
-        given = contiguous(*grads[:5])
-        gradients = _bwd(*given, *ctx.saved_tensors, need_parameters, *ctx.recipe.scalars, ctx.backend)
+        gradients = _bwd(*grads[:5], *ctx.saved_tensors, need_parameters, *ctx.recipe.scalars, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -106,7 +106,7 @@ class _Post(Operator):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _bwd(dy.contiguous(), *ctx.saved_tensors, ctx.backend)
+        gradients = _bwd(dy, *ctx.saved_tensors, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

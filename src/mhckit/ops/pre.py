@@ -98,7 +98,7 @@ class _Pre(Operator):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dx_in: Tensor, _du: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _bwd(dx_in.contiguous(), *ctx.saved_tensors, ctx.backend)
+        gradients = _bwd(dx_in, *ctx.saved_tensors, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -102,7 +102,7 @@ class _Project(Operator):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         need_parameters = any(ctx.needs_input_grad[1:3])
-        gradients = _bwd(*contiguous(*grads), *ctx.saved_tensors, need_parameters, ctx.backend)
+        gradients = _bwd(*grads, *ctx.saved_tensors, need_parameters, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -176,7 +176,7 @@ class _Sinkhorn(Operator):
     @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
-        dlogits = _bwd(dh.contiguous(), logits, *ctx.recipe.scalars, ctx.backend)
+        dlogits = _bwd(dh, logits, *ctx.recipe.scalars, ctx.backend)
         return needed((dlogits,), ctx.needs_input_grad)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,23 +20,36 @@ from torch import Tensor
 import mhckit
 from mhckit.recipe import Recipe
 
-_PARAMETERS = ("phi", "scale", "bias", "norm_weight")
 _MIX = ("mix_pre", "mix_post", "mix_res")
 
-# The tensor arguments of each operator; mix_* are the fields of a Mix.
-OPERATORS: dict[str, tuple[str, ...]] = {
-    "project": ("x", "phi", "norm_weight"),
-    "activate": ("z", "mean_square", "scale", "bias"),
-    "sinkhorn": ("logits",),
-    "coefficients": ("x", *_PARAMETERS),
-    "pre": ("x", "pre", "out_norm_weight"),
-    "post": ("x", "f", "post", "res", "f_bias"),
-    "expand": ("h",),
-    "head": ("x", "fn", "scale", "base", "pre"),
-    "enter": ("x", *_PARAMETERS, "out_norm_weight"),
-    "junction": ("x", "f", *_MIX, *_PARAMETERS, "f_bias", "out_norm_weight"),
-    "leave": ("x", "f", *_MIX, "f_bias"),
+
+class _Signature(NamedTuple):
+    positional: tuple[str, ...]
+    keyword: tuple[str, ...] = ()
+    recipe: bool = True
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensor arguments, with a Mix as its three fields."""
+        named = (_MIX if name == "mix" else (name,) for name in (*self.positional, *self.keyword) if name != "streams")
+        return tuple(name for names in named for name in names)
+
+
+_SIGNATURES = {
+    "project": _Signature(("x", "phi"), ("norm_weight",), recipe=False),
+    "activate": _Signature(("z", "mean_square", "scale", "bias")),
+    "sinkhorn": _Signature(("logits",)),
+    "coefficients": _Signature(("x", "phi", "scale", "bias"), ("norm_weight",)),
+    "pre": _Signature(("x", "pre"), ("out_norm_weight",), recipe=False),
+    "post": _Signature(("x", "f", "post", "res"), ("f_bias",), recipe=False),
+    "expand": _Signature(("h", "streams"), recipe=False),
+    "head": _Signature(("x",), ("fn", "scale", "base", "pre")),
+    "enter": _Signature(("x", "phi", "scale", "bias"), ("norm_weight", "out_norm_weight")),
+    "junction": _Signature(("x", "f", "mix", "phi", "scale", "bias"), ("f_bias", "norm_weight", "out_norm_weight")),
+    "leave": _Signature(("x", "f", "mix"), ("f_bias",)),
 }
+# The tensor arguments of each operator; mix_* are the fields of a Mix.
+OPERATORS: dict[str, tuple[str, ...]] = {name: signature.tensors for name, signature in _SIGNATURES.items()}
 _OPTIONAL = ("norm_weight", "out_norm_weight", "f_bias")
 _ACTIVATIONS = ("x", "f", "h")
 
@@ -50,7 +63,7 @@ class Call:
     tensors: dict[str, Tensor]
 
     def __call__(self, **replaced: Tensor) -> tuple[Tensor, ...]:
-        return _flat(_run(self.operator, self.recipe, _Given(self.tensors | replaced)))
+        return _flat(_run(self.operator, self.recipe, {**self.tensors, **replaced}))
 
     def to(self, convert: Callable[[Tensor], Tensor]) -> Call:
         """The same call with every tensor converted."""
@@ -143,48 +156,19 @@ def _value(name: str, normal: Tensor) -> Tensor:
     return normal
 
 
-class _Given(dict[str, Any]):
-    """Arguments by attribute; None for those not given."""
+def _run(operator: str, recipe: Recipe, tensors: dict[str, Tensor]) -> Any:
+    signature = _SIGNATURES[operator]
 
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)
+    def argument(name: str) -> Any:
+        if name == "mix":
+            return mhckit.Mix(*[tensors.get(field) for field in _MIX])  # type: ignore[arg-type]
+        return recipe.streams if name == "streams" else tensors.get(name)
 
-    @property
-    def mix(self) -> mhckit.Mix:
-        return mhckit.Mix(self.mix_pre, self.mix_post, self.mix_res)
-
-    def pick(self, *names: str) -> dict[str, Any]:
-        return {name: self.get(name) for name in names}
-
-
-def _run(operator: str, recipe: Recipe, t: _Given) -> Any:
-    runs: dict[str, Callable[[], Any]] = {
-        "project": lambda: mhckit.project(t.x, t.phi, norm_weight=t.norm_weight),
-        "activate": lambda: mhckit.activate(t.z, t.mean_square, t.scale, t.bias, recipe=recipe),
-        "sinkhorn": lambda: mhckit.sinkhorn(t.logits, recipe=recipe),
-        "coefficients": lambda: mhckit.coefficients(
-            t.x, t.phi, t.scale, t.bias, recipe=recipe, norm_weight=t.norm_weight
-        ),
-        "pre": lambda: mhckit.pre(t.x, t.pre, out_norm_weight=t.out_norm_weight),
-        "post": lambda: mhckit.post(t.x, t.f, t.post, t.res, f_bias=t.f_bias),
-        "expand": lambda: mhckit.expand(t.h, recipe.streams),
-        "head": lambda: mhckit.head(t.x, recipe=recipe, **t.pick("fn", "scale", "base", "pre")),
-        "enter": lambda: mhckit.enter(
-            t.x, t.phi, t.scale, t.bias, recipe=recipe, **t.pick("norm_weight", "out_norm_weight")
-        ),
-        "junction": lambda: mhckit.junction(
-            t.x,
-            t.f,
-            t.mix,
-            t.phi,
-            t.scale,
-            t.bias,
-            recipe=recipe,
-            **t.pick("f_bias", "norm_weight", "out_norm_weight"),
-        ),
-        "leave": lambda: mhckit.leave(t.x, t.f, t.mix, recipe=recipe, f_bias=t.f_bias),
-    }
-    return runs[operator]()
+    positional = [argument(name) for name in signature.positional]
+    keywords: dict[str, Any] = {name: argument(name) for name in signature.keyword}
+    if signature.recipe:
+        keywords["recipe"] = recipe
+    return getattr(mhckit, operator)(*positional, **keywords)
 
 
 def _flat(result: Any) -> tuple[Tensor, ...]:
