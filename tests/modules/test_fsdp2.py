@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.spawn import spawn
 
@@ -56,11 +57,12 @@ def _train(rank: int, directory: str, lowered: bool) -> None:
         single.load_state_dict(model.state_dict())
         keep = MixedPrecisionPolicy(cast_forward_inputs=False)
         cast = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False) if lowered else keep
+        mesh = init_device_mesh("cpu", (WORLD,))
         for block in model.blocks:
-            fully_shard(block.connection, mp_policy=keep)
-            fully_shard(block, mp_policy=cast)
-        fully_shard(model.head, mp_policy=keep)
-        fully_shard(model, mp_policy=keep)
+            fully_shard(block.connection, mesh=mesh, mp_policy=keep)
+            fully_shard(block, mesh=mesh, mp_policy=cast)
+        fully_shard(model.head, mesh=mesh, mp_policy=keep)
+        fully_shard(model, mesh=mesh, mp_policy=keep)
         batch = torch.randn(WORLD, 5, DIM)
         loss = model(batch[rank]).square().mean()
         loss.backward()
