@@ -11,6 +11,7 @@ T tokens; N streams; C channels; P rows of phi; K = N*C.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +135,13 @@ def as_mix(pre: Tensor, post: Tensor, res: Tensor, recipe: Recipe) -> Mix:
     return Mix(pre, post, None if recipe.residual == "identity" else res)
 
 
+def save_with_coefficients(ctx: Any, tensors: Sequence[Any], res: Tensor, z: Tensor, ms: Tensor, *more: Tensor) -> None:
+    """What backward needs of an operator that computes coefficients; z, ms and more are outputs for this alone."""
+    ctx.save_for_backward(*tensors, *((z, ms) if ctx.recipe.dynamic else (None, None)), *more)
+    ctx.mark_non_differentiable(z, ms, *more, *((res,) if ctx.recipe.residual == "identity" else ()))
+    ctx.set_materialize_grads(False)
+
+
 def empty_coefficients(x: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
     """Room for Coefficients; fakes and kernels allocate with it."""
     n, acc = recipe.streams, accumulator(x)
@@ -154,10 +162,8 @@ def _fwd_reference(
     return pack(values, otherwise=values.pre)
 
 
-def _fwd_fake(
-    x: Tensor, phi: Tensor | None, scale: Tensor | None, bias: Tensor, norm_weight: Tensor | None, recipe: Recipe
-) -> tuple[Tensor, ...]:
-    return empty_coefficients(x, recipe)
+def _fwd_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return empty_coefficients(x, rest[-1])
 
 
 def _bwd_reference(
@@ -180,21 +186,9 @@ def _bwd_reference(
     return rounded((torch.zeros_like(x) if dx is None else dx, *gradients), (x, *parameters), otherwise=x)
 
 
-def _bwd_fake(
-    dpre: Tensor | None,
-    dpost: Tensor | None,
-    dres: Tensor | None,
-    x: Tensor,
-    phi: Tensor | None,
-    scale: Tensor | None,
-    bias: Tensor,
-    norm_weight: Tensor | None,
-    z: Tensor | None,
-    ms: Tensor | None,
-    need_parameters: bool,
-    recipe: Recipe,
-) -> tuple[Tensor, ...]:
-    return room_for((x, *((phi, scale, bias, norm_weight) if need_parameters else NO_PARAMETERS)), otherwise=x)
+def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
+    _dpre, _dpost, _dres, x, *parameters, _z, _ms, need_parameters, _recipe = args
+    return room_for((x, *(parameters if need_parameters else NO_PARAMETERS)), otherwise=x)
 
 
 _fwd = register(
@@ -231,9 +225,7 @@ class _Coefficients(Operator):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, ctx.recipe, ctx.backend = inputs
         _pre, _post, res, z, ms = output
-        ctx.save_for_backward(*tensors, *((z, ms) if ctx.recipe.dynamic else (None, None)))
-        ctx.mark_non_differentiable(z, ms, *((res,) if ctx.recipe.residual == "identity" else ()))
-        ctx.set_materialize_grads(False)
+        save_with_coefficients(ctx, tensors, res, z, ms)
 
     @staticmethod
     @once_differentiable

@@ -32,6 +32,7 @@ from .coefficients import (
     as_mix,
     empty_coefficients,
     mix_gradients,
+    save_with_coefficients,
 )
 from .mix import Mix
 
@@ -104,30 +105,13 @@ def empty_read(x: Tensor, out_norm_weight: Tensor | None, out_dtype: torch.dtype
     )
 
 
-def _fwd_fake(
-    x: Tensor,
-    phi: Tensor | None,
-    scale: Tensor | None,
-    bias: Tensor,
-    norm_weight: Tensor | None,
-    out_norm_weight: Tensor | None,
-    out_norm_eps: float,
-    out_dtype: torch.dtype,
-    recipe: Recipe,
-) -> tuple[Tensor, ...]:
+def _fwd_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *_, out_norm_weight, _out_norm_eps, out_dtype, recipe = rest
     return empty_read(x, out_norm_weight, out_dtype, recipe)
 
 
-def _bwd_fake(
-    g: Tensor | None,
-    dx_in: Tensor | None,
-    dpre: Tensor | None,
-    dpost: Tensor | None,
-    dres: Tensor | None,
-    x: Tensor,
-    *rest: Any,
-) -> tuple[Tensor, ...]:
-    *parameters, out_norm_weight, _z, _ms, _u, need_parameters, _recipe = rest
+def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
+    _g, _dx_in, _dpre, _dpost, _dres, x, *parameters, out_norm_weight, _z, _ms, _u, need_parameters, _recipe = args
     return room_for((x, *(parameters if need_parameters else NO_PARAMETERS), out_norm_weight), otherwise=x)
 
 
@@ -171,9 +155,7 @@ class _Enter(Operator):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, _out_norm_eps, _out_dtype, ctx.recipe, ctx.backend = inputs
         _x, _x_in, _pre, _post, res, z, ms, u = output
-        ctx.save_for_backward(*tensors, *((z, ms) if ctx.recipe.dynamic else (None, None)), u)
-        ctx.mark_non_differentiable(z, ms, u, *((res,) if ctx.recipe.residual == "identity" else ()))
-        ctx.set_materialize_grads(False)
+        save_with_coefficients(ctx, tensors, res, z, ms, u)
 
     @staticmethod
     @once_differentiable

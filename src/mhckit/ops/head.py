@@ -90,15 +90,8 @@ def _sigmoid(z_TN: Tensor, ms_T: Tensor, scale: Tensor | None, base_N: Tensor | 
     return (normed_TN * scale.to(z_TN.dtype) + base_N.to(z_TN.dtype)).sigmoid()  # type: ignore[union-attr]
 
 
-def _fwd_fake(
-    x: Tensor,
-    fn: Tensor | None,
-    scale: Tensor | None,
-    base: Tensor | None,
-    pre: Tensor | None,
-    out_dtype: torch.dtype,
-    recipe: Recipe,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fwd_fake(x: Tensor, fn: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, out_dtype, _recipe = rest
     lead, acc = x.shape[:-2], accumulator(x)
     h = empty(x, *lead, x.shape[-1], dtype=out_dtype)
     if fn is None:

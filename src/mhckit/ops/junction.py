@@ -29,7 +29,7 @@ from ._backend import choose
 from ._check import check_dtype, check_mix, check_optional, check_parameters, check_shape, check_streams
 from ._read import OutNorm, read_backward, read_reference
 from ._register import Operator, contiguous, empty, needed, pack, register, room_for, rounded
-from .coefficients import NO_PARAMETERS, Parameters, as_mix, mix_gradients
+from .coefficients import NO_PARAMETERS, Parameters, as_mix, mix_gradients, save_with_coefficients
 from .enter import empty_read
 from .mix import Mix
 from .post import post_backward, post_reference
@@ -167,9 +167,7 @@ class _Junction(Operator):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, _out_norm_eps, _out_dtype, ctx.recipe, ctx.backend = inputs
         y, _x_in, _pre, _post, res, z, ms, u = output
-        ctx.save_for_backward(*tensors, y, *((z, ms) if ctx.recipe.dynamic else (None, None)), u)
-        ctx.mark_non_differentiable(z, ms, u, *((res,) if ctx.recipe.residual == "identity" else ()))
-        ctx.set_materialize_grads(False)
+        save_with_coefficients(ctx, (*tensors, y), res, z, ms, u)
 
     @staticmethod
     @once_differentiable
