@@ -190,6 +190,18 @@ def test_autocast_changes_nothing(operator: str) -> None:
 
 
 @each_operator
+def test_inference_mode_and_no_grad(operator: str) -> None:
+    call = make_call(operator, RECIPES["deepseek_v4"], dtype=torch.float32)
+    want = call.requires_grad()()
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            outputs = call.requires_grad()()
+        for got, wanted in zip(outputs, want, strict=True):
+            assert not got.requires_grad
+            assert torch.equal(got, wanted)
+
+
+@each_operator
 def test_func_grad_and_vmap(operator: str) -> None:
     call = make_call(operator, RECIPES["deepseek_v4"], lead=(2,))
     tensors = tuple(call.tensors.values())
