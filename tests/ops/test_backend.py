@@ -46,6 +46,21 @@ def test_kernel_is_used_on_request_forward_and_backward(kernel_of_expand: list[s
     torch.testing.assert_close(h.grad, torch.full_like(h, 4))
 
 
+def test_kernels_get_contiguous_gradients(kernel_of_expand: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd hands on gradients in any layout: here an expanded one."""
+    seen: list[bool] = []
+
+    def expand_bwd(dx: torch.Tensor) -> torch.Tensor:
+        seen.append(dx.is_contiguous())
+        return expand_backward(dx)
+
+    monkeypatch.setattr(sys.modules["mhckit.kernels.expand"], "expand_bwd", expand_bwd)
+    h = torch.randn(3, 5, requires_grad=True)
+    with mhckit.backend("triton"):
+        mhckit.expand(h, 4).backward(torch.ones(1).expand(3, 4, 5))
+    assert seen == [True]
+
+
 def test_auto_and_reference_run_the_reference_on_a_cpu(kernel_of_expand: list[str]) -> None:
     mhckit.expand(torch.randn(3, 5), 4)
     with mhckit.backend("reference"):

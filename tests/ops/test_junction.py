@@ -138,6 +138,11 @@ def test_the_check_for_added_gradients_can_fail() -> None:
     assert max(Counter(_edges(out.grad_fn)).values()) == 2
 
 
+def test_enter_hands_the_streams_on_without_a_copy() -> None:
+    call = make_call("enter", RECIPES["paper"]).requires_grad()
+    assert call()[0].data_ptr() == call.tensors["x"].data_ptr()
+
+
 def test_float32_streams_around_bfloat16_sublayers() -> None:
     recipe = RECIPES["deepseek_v4"]
     call = make_call("junction", recipe, dtype=torch.float32)
