@@ -11,12 +11,64 @@ import pytest
 from mhckit import Recipe
 from mhckit.ops._register import _recipe_from_scalars
 
+# Written out from the systems' own code and papers, not from recipe.py. What a system does not have is not listed.
+_SOFTMAX = dict(residual="sinkhorn", init="softmax", order="rows", eps=1e-6, eps_mode="add", iterations=20)
+PUBLISHED = {
+    "paper": dict(
+        residual="sinkhorn", init="exp", order="cols", eps_mode="none", iterations=20, stored="out_in",
+        norm_eps=1e-20, norm_eps_position="inside", pre_eps=0, post_scale=2, post_eps=0, head="mean",
+    ),
+    "deepseek_v4": _SOFTMAX | dict(
+        stored="in_out", norm_eps=1e-6, norm_eps_position="inside", pre_eps=1e-6, post_scale=2, post_eps=0,
+        shifted=False, head="learned",
+    ),
+    "deepseek_v41": _SOFTMAX | dict(
+        stored="in_out", norm_eps=1e-6, pre_eps=1e-6, post_scale=2, post_eps=0, shifted=True, head="last_pre",
+    ),
+    "glm5_next": _SOFTMAX | dict(
+        stored="in_out", norm_eps=1e-5, pre_eps=1e-6, post_scale=2, post_eps=0, shifted=False, head="mean",
+    ),
+    "hy_v4": dict(
+        residual="identity", norm_eps=1e-5, norm_eps_position="inside", pre_eps=1e-6, post_scale=2, post_eps=1e-6,
+        head="learned",
+    ),
+    "liger": _SOFTMAX | dict(stored="out_in", norm_eps=1e-6, pre_eps=0, post_scale=2, post_eps=0),
+    "transformer_engine": dict(
+        residual="sinkhorn", init="exp", order="rows", eps_mode="none", iterations=20, stored="in_out",
+        norm_eps=1.1920928955078125e-07, norm_eps_position="inside", pre_eps=0, post_scale=2,
+    ),
+    "megatron": dict(
+        residual="sinkhorn", init="exp_minus_max", order="rows", eps=1e-6, eps_mode="clamp", iterations=20,
+        stored="out_in", norm_eps=1e-6, norm_eps_position="outside", pre_eps=0, post_scale=2, head="mean",
+    ),
+    "mhc_cu": dict(
+        residual="sinkhorn", init="exp", order="rows", eps=1e-5, eps_mode="guard", iterations=20, stored="out_in",
+        norm_eps=1e-5, norm_eps_position="inside", pre_eps=0, post_scale=2,
+    ),
+    "mhc_triton": dict(
+        residual="sinkhorn", init="abs", order="rows", eps=1e-8, eps_mode="add", iterations=20, stored="out_in",
+        norm_eps=1e-6, norm_eps_position="inside", normalized_pre=True, normalized_pre_eps=1e-8, post_scale=2,
+    ),
+    "mhc_lite": dict(
+        residual="permutation", stored="out_in", norm_eps=1e-6, norm_eps_position="inside", pre_eps=0, post_scale=2,
+        head="mean",
+    ),
+    "hc": dict(residual="free", stored="out_in", norm_eps=1e-6, norm_eps_position="inside"),
+}  # fmt: skip
 
-def test_every_preset_exists() -> None:
-    assert set(Recipe.presets()) == {
-        "paper", "deepseek_v4", "deepseek_v41", "glm5_next", "hy_v4", "liger", "transformer_engine", "megatron",
-        "mhc_cu", "mhc_triton", "mhc_lite", "hc",
-    }  # fmt: skip
+
+def test_every_published_system_has_a_preset() -> None:
+    assert set(Recipe.presets()) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", Recipe.presets())
+def test_preset_as_published(name: str) -> None:
+    recipe = Recipe.preset(name)
+    assert {field: getattr(recipe, field) for field in PUBLISHED[name]} == PUBLISHED[name]
+    assert recipe.normalized_pre == (name == "mhc_triton")
+    assert recipe.shifted == (name == "deepseek_v41")
+    assert recipe.dynamic
+    assert not recipe.round_mix
 
 
 @pytest.mark.parametrize("name", Recipe.presets())
