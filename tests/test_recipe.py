@@ -77,6 +77,7 @@ def test_preset_round_trips(name: str) -> None:
     assert recipe.streams == 4
     assert _recipe_from_scalars(recipe.scalars) == recipe
     assert pickle.loads(pickle.dumps(recipe)) == recipe
+    assert pickle.loads(pickle.dumps(recipe)).rows == recipe.rows
     assert copy.deepcopy(recipe).scalars == recipe.scalars
     assert hash(recipe) == hash(Recipe.preset(name))
     assert Recipe(**dataclasses.asdict(recipe)) == recipe

@@ -53,6 +53,7 @@ class Recipe:
         residual: how logits become the matrix that mixes the streams. ``"sinkhorn"``: doubly stochastic by finite
             iteration; ``"permutation"``: a convex combination of the N! permutation matrices (mHC-lite, N <= 5);
             ``"identity"``: streams are not mixed (Hy-V4); ``"free"``: unconstrained, the original HC.
+        init, order, iterations, eps, eps_mode: of ``residual="sinkhorn"`` alone; the other maps ignore them.
         init: Sinkhorn starts from ``exp(L)``, ``exp(L - rowmax)``, ``softmax(L) + eps`` (which takes the place of the
             first row step) or ``abs(L) + eps``.
         order: which sums are normalised first in each iteration.
@@ -71,7 +72,8 @@ class Recipe:
             last sublayer's pre (only with ``shifted``). Systems that define no head get the paper's mean.
         dynamic: coefficients computed per token; False makes ``bias`` itself the logits (static).
         round_mix: round post and the residual matrix to the dtype of the streams, as Hugging Face's eager code does
-            before it mixes. For bit-close comparisons; gradients pass through the rounding.
+            before it mixes. For comparisons: nearer to it, not equal, since it rounds its products too. Gradients pass
+            through the rounding.
     """
 
     streams: int = 4
@@ -96,7 +98,13 @@ class Recipe:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> Recipe:
-        """The recipe of a published system (``Recipe.presets()`` lists the names), with single fields replaced."""
+        """The recipe of a published system (``Recipe.presets()`` lists the names), with single fields replaced.
+
+        ``dynamic=False`` here gives a system's own static form where that differs in more (mhc_triton's post_scale).
+        Presets are math, not memory layout: Transformer Engine keeps streams last, [..., C, N], with the columns of phi
+        ordered c*N + i, and its tensors must be permuted to [..., N, C] and i*C + c. Megatron and mHC.cu iterate in
+        linear float32, which loses columns that underflow; here the same iteration is exact for any logits.
+        """
         if name not in _PRESETS:
             raise ValueError(f"unknown preset {name!r}; known presets: {', '.join(_PRESETS)}")
         fields = dict(_PRESETS[name])
@@ -116,9 +124,7 @@ class Recipe:
     @property
     def residual_logits(self) -> int:
         """Logits per token for the residual map: N^2, N! or 0."""
-        if self.residual == "identity":
-            return 0
-        return math.factorial(self.streams) if self.residual == "permutation" else self.streams**2
+        return self._residual_logits  # type: ignore[attr-defined]
 
     @property
     def rows(self) -> int:
@@ -139,7 +145,12 @@ class Recipe:
         _check_types(self)
         _check_ranges(self)
         _check_combinations(self)
+        # Derived once: torch.compile reads them as constants, and operators are called often.
         object.__setattr__(self, "_scalars", tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+        object.__setattr__(self, "_residual_logits", _count_residual_logits(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (dataclasses.asdict(self),)
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
@@ -149,6 +160,17 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     if not isinstance(recipe, Recipe):
         raise TypeError(f"recipe must be a Recipe or the name of a preset, got {type(recipe).__name__}")
     return recipe
+
+
+def _rebuild(fields: dict[str, Any]) -> Recipe:
+    """Unpickle through the constructor: fields that a later version adds get their defaults."""
+    return Recipe(**fields)
+
+
+def _count_residual_logits(recipe: Recipe) -> int:
+    if recipe.residual == "identity":
+        return 0
+    return math.factorial(recipe.streams) if recipe.residual == "permutation" else recipe.streams**2
 
 
 def _known_fields(fields: dict[str, Any]) -> dict[str, Any]:

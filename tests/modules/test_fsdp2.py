@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.spawn import spawn
 
@@ -78,10 +78,23 @@ def _train(rank: int, directory: str, lowered: bool) -> None:
             difference = (gradient - plain.grad).norm() / plain.grad.norm().clamp(min=1e-6)
             assert difference < tolerance, (name, difference)
         torch.optim.AdamW(model.parameters()).step()
+        _initialise_after_sharding(mesh, keep)
         if rank == 0:
             Path(directory, "done").touch()
     finally:
         dist.destroy_process_group()
+
+
+def _initialise_after_sharding(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """The flow for models too large for one device: made on meta, sharded, then given memory and values."""
+    for make in (lambda: HyperConnection(DIM, RECIPE, layer_index=1), lambda: HyperHead(DIM, RECIPE)):
+        with torch.device("meta"):
+            module = make()
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.to_empty(device="cpu")
+        module.reset_parameters()
+        name = "bias" if isinstance(module, HyperConnection) else "base"
+        assert torch.equal(getattr(module, name).full_tensor(), getattr(make(), name))
 
 
 def _spawn(directory: Path, lowered: bool) -> None:

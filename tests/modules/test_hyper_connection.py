@@ -20,7 +20,7 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.ke
 @each_recipe
 def test_forward_is_enter_then_junction_then_leave(recipe: Recipe) -> None:
     n, dim = recipe.streams, 8
-    first, second = (HyperConnection(dim, recipe, layer_index=i, norm=True, norm_eps=1e-5) for i in range(2))
+    first, second = (HyperConnection(dim, recipe, layer_index=i, norm=True, out_norm_eps=1e-5) for i in range(2))
     bias = torch.randn(dim)
     x = torch.randn(2, 3, n, dim)
     h, streams = first(Streams(x))
@@ -133,6 +133,13 @@ def test_constructor_errors() -> None:
         HyperConnection(8, 4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown preset 'v4'"):
         HyperConnection(8, "v4")
+    for index in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="layer_index must be an int >= 0"):
+            HyperConnection(8, layer_index=index)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="out_norm_eps must be finite and not negative"):
+        HyperConnection(8, norm=True, out_norm_eps=-1.0)
+    with pytest.raises(TypeError, match="out_dtype must be one of"):
+        HyperHead(8, out_dtype=torch.int32)
     with pytest.raises(ValueError, match="needs a dynamic recipe"):
         HyperConnection(8, Recipe(dynamic=False), projection_norm_weight=True)
 

@@ -130,7 +130,21 @@ def test_upcycling_a_plain_checkpoint() -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_n_streams_of_a_trained_network_differ() -> None:
+def test_norm_weights_learn() -> None:
+    connection = HyperConnection(8, "deepseek_v4", norm=True, projection_norm_weight=True)
+    h, streams = connection(Streams(torch.randn(5, 4, 8)))
+    (streams.write(h.sin()).tensor * torch.randn(5, 4, 8)).sum().backward()
+    for weight in (connection.norm_weight, connection.out_norm_weight):
+        assert (weight.grad.abs() > 0).all()
+
+
+@pytest.mark.parametrize("streams", [16, 32])
+def test_many_streams(streams: int) -> None:
+    plain, connected, h = make(Recipe.preset("deepseek_v4", streams=streams))
+    assert relative_error(connected(h), plain(h)) < 0.01
+
+
+def test_streams_differ_after_the_first_write() -> None:
     """The spread of post breaks the symmetry of equal streams from the first write on."""
     connection = HyperConnection(8, "paper")
     h, streams = connection(Streams.expand(torch.randn(3, 8), 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +56,9 @@ def test_misuse() -> None:
         streams.write(h).write(h)
     with pytest.raises(ValueError, match="these streams were read and nothing was written"):
         HyperConnection(8, RECIPE)(streams)
+    for lost in (lambda: streams.tensor, lambda: HyperHead(8, RECIPE)(streams)):
+        with pytest.raises(ValueError, match=r"use what streams.write\(f\) returned"):
+            lost()
     with pytest.raises(ValueError, match=re.escape("f must be [..., C] = (3, 8), got (3, 7)")):
         streams.write(h[..., :7])
     with pytest.raises(ValueError, match=re.escape("f_bias must be [C] = (8,), got (7,)")):
@@ -71,7 +75,12 @@ def test_pytree() -> None:
     assert torch.equal(back.tensor, streams.tensor)
     doubled = pytree.tree_map(lambda t: t.double(), streams)
     assert doubled.tensor.dtype == torch.float64
-    assert pytree.tree_map(lambda t: t, Streams(streams.x)).mix is None
+    for other in (Streams(streams.x), HyperConnection(8, RECIPE)(Streams(streams.x))[1]):
+        detached = pytree.tree_map(lambda t: t.detach(), other)  # only what is there is a leaf
+        assert torch.equal(detached.x, other.x)
+        assert (detached.mix is None, detached.f) == (other.mix is None, None)
+    identity = HyperConnection(8, "hy_v4")(Streams(streams.x))[1]
+    assert pytree.tree_map(lambda t: t.detach(), identity).mix.res is None
 
 
 def test_deepcopy() -> None:
@@ -145,6 +154,25 @@ def test_exports() -> None:
     _, connected, h = make(RECIPE)
     program = torch.export.export(connected, (h,))
     torch.testing.assert_close(program.module()(h), connected(h))
+
+
+def test_exports_with_streams_at_both_ends(tmp_path: Path) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.connection = HyperConnection(8, RECIPE)
+
+        def forward(self, streams: Streams) -> Streams:
+            h, streams = self.connection(streams)
+            return streams.write(h.sin())
+
+    block = Block()
+    with torch.no_grad():
+        pending = _pending()
+    program = torch.export.export(block, (pending,))
+    torch.export.save(program, tmp_path / "block.pt2")
+    loaded = torch.export.load(tmp_path / "block.pt2").module()
+    torch.testing.assert_close(loaded(pending).tensor, block(pending).tensor)
 
 
 def test_hooks_and_containers() -> None:

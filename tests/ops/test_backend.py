@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mhckit
-from mhckit import HyperConnection, Recipe, Streams
+from mhckit import MHC, HyperConnection, Recipe, Streams
 from mhckit.ops import _backend, _register
 from mhckit.ops.expand import expand_backward, expand_reference
 
@@ -90,6 +90,13 @@ def test_blocks_nest_and_restore() -> None:
     assert _backend._active == "auto"
 
 
+def test_one_block_entered_twice() -> None:
+    block = mhckit.backend("reference")
+    with block, mhckit.backend("triton"), block:
+        assert _backend._active == "reference"
+    assert _backend._active == "auto"
+
+
 def test_unknown_backend() -> None:
     with pytest.raises(ValueError, match="backend must be one of 'auto', 'reference', 'triton', got 'cuda'"):
         mhckit.backend("cuda")  # type: ignore[arg-type]
@@ -105,6 +112,7 @@ def test_module_argument() -> None:
     assert _backend._active == "auto"
     with mhckit.backend("triton"):
         HyperConnection(8, backend="reference")(streams)
+        MHC(torch.nn.Identity(), 8, backend="reference")(streams.x)  # its write-back too
 
 
 def test_compiled_code_follows_the_switch(kernel_of_expand: list[str]) -> None:

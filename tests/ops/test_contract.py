@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -85,20 +86,26 @@ def test_opcheck(operator: str, name: str) -> None:
             torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
-def _registered_calls(call) -> list[tuple]:
-    """Every mhckit op that a forward and backward of the call dispatches, with its arguments."""
-    seen: list[tuple] = []
+class _Record(TorchDispatchMode):
+    """Every mhckit op that runs, with its arguments and results."""
 
-    class Record(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "mhckit":
-                seen.append((func, tuple(a.detach() if isinstance(a, Tensor) else a for a in args)))
-            return func(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple] = []
 
-    with Record():
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "mhckit":
+            self.seen.append((func, tuple(a.detach() if isinstance(a, Tensor) else a for a in args), result))
+        return result
+
+
+def _registered_calls(call: Call) -> list[tuple]:
+    """The registered forward and backward that the call dispatches, with their arguments."""
+    with _Record() as record:
         _loss(call.requires_grad()()).backward()
-    assert {op.__name__.split(".")[0].rsplit("_", 1)[1] for op, _ in seen} == {"fwd", "bwd"}
-    return seen
+    assert [op.__name__.split(".")[0].rsplit("_", 1)[1] for op, _, _ in record.seen] == ["fwd", "bwd"]
+    return [(op, args) for op, args, _ in record.seen]
 
 
 @each_operator
@@ -116,14 +123,17 @@ def test_compiles_without_graph_breaks(operator: str, backend: str) -> None:
         torch.testing.assert_close(_gradient(call, name), expected[name], rtol=0, atol=0, msg=name)
 
 
-def test_a_new_number_of_tokens_does_not_recompile() -> None:
-    call = make_call("junction", RECIPES["deepseek_v4"], dtype=torch.float32)
+@pytest.mark.parametrize("recipe", [RECIPES["deepseek_v4"], RECIPES["mhc_lite"], RECIPES["paper-static"]])
+def test_a_new_number_of_tokens_does_not_recompile(recipe: Recipe) -> None:
+    call = make_call("junction", recipe, dtype=torch.float32)
     counter = CompileCounter()
     torch._dynamo.reset()
     compiled = torch.compile(call.positional, fullgraph=True, backend=counter, dynamic=True)
     for tokens in (6, 7, 33):
-        other = make_call("junction", RECIPES["deepseek_v4"], lead=(tokens,), dtype=torch.float32)
-        torch.testing.assert_close(compiled(*other.tensors.values()), other(), rtol=0, atol=0)
+        other = make_call("junction", recipe, lead=(tokens,), dtype=torch.float32).requires_grad()
+        outputs = compiled(*other.tensors.values())
+        torch.testing.assert_close(outputs, other(), rtol=0, atol=0)
+        _loss(outputs).backward()
     assert counter.frame_count == 1
 
 
@@ -209,6 +219,11 @@ def test_func_grad_and_vmap(operator: str) -> None:
     expected = _gradients(call)
     for name, gradient in zip(call.tensors, got, strict=True):
         torch.testing.assert_close(gradient, expected[name], msg=name)
+    gradient_of_first = torch.func.grad(lambda *t: _loss(call.positional(*t)))
+    per_sample = torch.func.vmap(gradient_of_first, randomness="same")(*(t[None] for t in tensors))
+    torch.testing.assert_close(per_sample[0], expected[next(iter(call.tensors))])
+    with pytest.raises(ValueError, match="vmap over an empty batch"):
+        torch.func.vmap(call.positional)(*(t.new_empty(0, *t.shape) for t in tensors))
     batched = torch.func.vmap(call.positional)(*(torch.stack([t, 2 * t]) for t in tensors))
     doubled = call.to(lambda tensor: 2 * tensor)()
     for got_output, first, second in zip(batched, call(), doubled, strict=True):
@@ -217,11 +232,25 @@ def test_func_grad_and_vmap(operator: str) -> None:
 
 @each_operator
 def test_a_second_derivative_is_an_error_not_a_wrong_number(operator: str) -> None:
-    call = make_call(operator, RECIPES["deepseek_v4"]).requires_grad()
-    tensor = next(iter(call.tensors.values()))
-    (gradient,) = torch.autograd.grad(sum(o.square().sum() for o in call()), tensor, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    """Also under a linear loss, whose incoming gradients are constants, and in torch.func."""
+    for loss in (lambda o: o.square().sum(), lambda o: o.sum()):
+        call = make_call(operator, RECIPES["deepseek_v4"]).requires_grad()
+        tensor = next(iter(call.tensors.values()))
+        outputs = sum(loss(o) for o in call())
+        (gradient,) = torch.autograd.grad(outputs, tensor, create_graph=True)  # type: ignore[arg-type]
+        if operator == "expand" and gradient.grad_fn is None:
+            assert not gradient.requires_grad  # linear in everything: the second derivative is zero
+            continue
+        with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
+            gradient.square().sum().backward()
+    call = make_call(operator, RECIPES["deepseek_v4"])
+    name, tensor = next(iter(call.tensors.items()))
+
+    def first(t: Tensor) -> Tensor:
+        return torch.func.grad(lambda u: sum(o.square().sum() for o in call(**{name: u})))(t)
+
+    with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
+        torch.func.grad(lambda t: first(t).square().sum())(tensor)
 
 
 @each_case
@@ -230,13 +259,14 @@ def test_no_tokens(operator: str, name: str) -> None:
     full = make_call(operator, RECIPES[name], lead=(2, 3), dtype=torch.float32)()
     call = make_call(operator, RECIPES[name], lead=(2, 0), dtype=torch.float32).requires_grad()
     outputs = call()
+    tokenless = operator == "activate" and not RECIPES[name].dynamic
     for got, want in zip(outputs, full, strict=True):
-        assert got.shape == (*want.shape[:1], 0, *want.shape[2:]) or not RECIPES[name].dynamic
+        assert got.shape == (want.shape if tokenless else (*want.shape[:1], 0, *want.shape[2:]))
     _loss(outputs).backward()
     for key, tensor in call.tensors.items():
         gradient = _gradient(call, key)
         assert gradient.shape == tensor.shape
-        assert not gradient.any() or (operator == "activate" and not RECIPES[name].dynamic)
+        assert tokenless or not gradient.any()
 
 
 @each_case
@@ -323,22 +353,49 @@ def test_strided_inputs(operator: str, name: str) -> None:
 def test_parameters_of_other_dtypes(operator: str) -> None:
     """bfloat16 parameters are promoted, not an error, and get bfloat16 gradients."""
     call = make_call(operator, RECIPES["deepseek_v4"], dtype=torch.float32)
-    activations = ("x", "f", "h", "z", "mean_square", "logits")
-    lowered = call(**{k: t.bfloat16() for k, t in call.tensors.items() if k not in activations})
-    promoted = call(**{k: t.bfloat16().float() for k, t in call.tensors.items() if k not in activations})
-    for got, want in zip(lowered, promoted, strict=True):
+    names = [k for k in call.tensors if k not in ("x", "f", "h", "z", "mean_square", "logits")]
+    lowered, promoted = dict(call.tensors), dict(call.tensors)
+    for name in names:
+        lowered[name] = call.tensors[name].bfloat16()
+        promoted[name] = lowered[name].float()
+    low = dataclasses.replace(call, tensors=lowered)
+    high = dataclasses.replace(call, tensors=promoted)
+    for got, want in zip(low(), high(), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
+    want_gradients = _gradients(high)
+    for name, got in _gradients(low).items():
+        assert got.dtype == lowered[name].dtype
+        torch.testing.assert_close(got, want_gradients[name].to(got.dtype), rtol=0, atol=0, msg=name)
 
 
-@each_operator
-def test_frozen_parameters_are_left_alone(operator: str) -> None:
-    """With only the activations requiring gradients, theirs are the same and nobody else's is computed."""
+EXPENSIVE = {  # parameters whose gradients cost a pass of their own
+    "project": ("phi", "norm_weight"),
+    "coefficients": ("phi", "norm_weight"),
+    "pre": ("out_norm_weight",),
+    "head": ("fn",),
+    "enter": ("phi", "norm_weight", "out_norm_weight"),
+    "junction": ("phi", "norm_weight", "out_norm_weight"),
+}
+
+
+@pytest.mark.parametrize("operator", EXPENSIVE)
+def test_frozen_parameters_cost_nothing(operator: str) -> None:
+    """The other gradients are the same, and those that nobody needs are not computed."""
     call = make_call(operator, RECIPES["deepseek_v4"])
     expected = _gradients(call)
-    first = next(iter(call.tensors))
-    tensor = call.tensors[first].clone().requires_grad_()
-    _loss(call(**{first: tensor})).backward()
-    torch.testing.assert_close(tensor.grad, expected[first])
+    leaves = call.requires_grad()
+    for name in EXPENSIVE[operator]:
+        leaves.tensors[name].requires_grad_(False)
+    with _Record() as record:
+        _loss(leaves()).backward()
+    *_, (_, _, results) = record.seen
+    not_given = operator in ("head", "junction")  # no pre of a shifted recipe
+    assert sum(result.numel() == 0 for result in results) == len(EXPENSIVE[operator]) + not_given
+    for name, tensor in leaves.tensors.items():
+        if name in EXPENSIVE[operator]:
+            assert tensor.grad is None
+        elif tensor.grad is not None:
+            torch.testing.assert_close(tensor.grad, expected[name], msg=name)
 
 
 @each_operator

@@ -82,6 +82,33 @@ def test_bfloat16_gradients_are_more_exact_than_those_of_its_parts() -> None:
         assert relative_error(fused[name], exact[name]) <= relative_error(composed[name], exact[name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@each_recipe
+def test_low_precision_gradients_are_those_at_the_rounded_y(recipe: Recipe, dtype: torch.dtype) -> None:
+    """Every gradient, tensor by tensor, against float64 in which y alone is rounded: nothing else may be."""
+    call = make_call("junction", recipe, lead=(33,), channels=21, dtype=dtype).requires_grad()
+    outputs = call()
+    weights = [torch.randn(o.shape).bfloat16() for o in outputs]
+    torch.autograd.backward(outputs, [w.to(o.dtype) for w, o in zip(weights, outputs, strict=True)])
+
+    exact = call.to(torch.Tensor.double).requires_grad()
+    t = exact.tensors
+    y = mhckit.post(t["x"], t["f"], t["mix_post"], t.get("mix_res"), f_bias=t["f_bias"])
+    y = y + (outputs[0].double() - y).detach()
+    mix = mhckit.coefficients(
+        y, t.get("phi"), t.get("scale"), t["bias"], recipe=recipe, norm_weight=t.get("norm_weight")
+    )
+    x_in = mhckit.pre(y, t["mix_pre"] if recipe.shifted else mix.pre, out_norm_weight=t["out_norm_weight"])
+    exact_outputs = [y, x_in, *(part for part in mix if part is not None)]
+    torch.autograd.backward(exact_outputs, [w.double() for w in weights])
+    for name, tensor in call.tensors.items():
+        if tensor.grad is None:
+            assert t[name].grad is None, name
+        else:
+            precision = torch.finfo(tensor.dtype).eps
+            assert relative_error(tensor.grad, t[name].grad) < max(precision, 5e-6), name
+
+
 @pytest.mark.parametrize("recipe", [RECIPES["deepseek_v4"], RECIPES["deepseek_v41"], RECIPES["hy_v4"]])
 def test_autograd_never_adds_gradients_in_a_chain(recipe: Recipe) -> None:
     """enter, junction, ..., leave: every stream tensor has one consumer, so backward runs no addition at all."""

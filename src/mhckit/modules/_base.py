@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mhckit.ops import backend as use_backend
 from mhckit.ops._backend import Backend, check_backend
+from mhckit.ops._check import check_dtype
 from mhckit.recipe import Recipe, as_recipe
 
 
@@ -34,7 +35,7 @@ class HyperModule(nn.Module):
             raise ValueError(f"dim must be a positive int, got {dim!r}")
         self.dim = dim
         self.recipe = as_recipe(recipe)
-        self.out_dtype = out_dtype
+        self.out_dtype = None if out_dtype is None else check_dtype("out_dtype", out_dtype, out_dtype)
         self.keep_float32 = keep_float32
         self.backend: Backend | None = None if backend is None else check_backend(backend)
 
@@ -48,6 +49,17 @@ class HyperModule(nn.Module):
             return tensor.to(applied.device) if lowered else applied
 
         return super()._apply(keeping if self.keep_float32 else fn, recurse)
+
+
+@torch.no_grad()
+def set_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Copy values into a parameter, which FSDP2 may have sharded already."""
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        sharded: Any = parameter
+        values = distribute_tensor(values.to(sharded.device, sharded.dtype), sharded.device_mesh, sharded.placements)
+    parameter.copy_(values)
 
 
 def parameter(*shape: int, device: torch.device | str | None) -> nn.Parameter:

@@ -23,6 +23,7 @@ POST_SPREAD = 0.1
 RES_DIAGONAL = 0.95
 SINGLE_STREAM_BIAS = 8.0  # N = 1: sigmoid(8) = 0.9997, as near to 1 as still learns
 LARGEST_SIGMOID = 0.95  # where a recipe cannot reach post = 1 (post_scale <= 1)
+SMALLEST_SIGMOID = 1e-4
 
 
 def initial_bias(recipe: Recipe, layer_index: int) -> Tensor:
@@ -78,5 +79,5 @@ def _rotated_ramp(n: int, layer_index: int) -> list[float]:
 
 
 def _logit(p: float) -> float:
-    p = min(max(p, 1 - LARGEST_SIGMOID), LARGEST_SIGMOID)
+    p = min(max(p, SMALLEST_SIGMOID), LARGEST_SIGMOID)
     return math.log(p / (1 - p))

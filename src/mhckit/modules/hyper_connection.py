@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from mhckit.ops import enter, junction
 from mhckit.ops._backend import Backend
+from mhckit.ops._check import check_eps
 from mhckit.recipe import Recipe
 
 from . import _init
-from ._base import HyperModule, parameter
+from ._base import HyperModule, parameter, set_values
 from .streams import Streams, as_streams
 
 
@@ -25,7 +26,7 @@ class HyperConnection(HyperModule):
         layer_index: position of the sublayer among all sublayers; rotates the initial spread of post.
         norm: normalise what the sublayer reads (RMSNorm with its own weight), fused into the read. The sublayer then
             needs no norm of its own.
-        norm_eps: eps of that norm.
+        out_norm_eps: eps of that norm.
         projection_norm_weight: learn an RMSNorm weight over the N*C projected values too.
         out_dtype: dtype of what the sublayer reads; the streams' dtype by default.
         keep_float32: parameters ignore casts below float32.
@@ -44,7 +45,7 @@ class HyperConnection(HyperModule):
         *,
         layer_index: int = 0,
         norm: bool = False,
-        norm_eps: float = 1e-6,
+        out_norm_eps: float = 1e-6,
         projection_norm_weight: bool = False,
         out_dtype: torch.dtype | None = None,
         keep_float32: bool = True,
@@ -52,8 +53,10 @@ class HyperConnection(HyperModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(dim, recipe, out_dtype=out_dtype, keep_float32=keep_float32, backend=backend)
+        if isinstance(layer_index, bool) or not isinstance(layer_index, int) or layer_index < 0:
+            raise ValueError(f"layer_index must be an int >= 0, got {layer_index!r}")
         self.layer_index = layer_index
-        self.norm_eps = norm_eps
+        self.out_norm_eps = check_eps("out_norm_eps", out_norm_eps)
         dynamic, rows, width = self.recipe.dynamic, self.recipe.rows, self.recipe.streams * dim
         if projection_norm_weight and not dynamic:
             raise ValueError("projection_norm_weight=True needs a dynamic recipe: a static one projects nothing")
@@ -67,7 +70,7 @@ class HyperConnection(HyperModule):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise so that the mean of the streams is the plain pre-norm residual network, up to scale."""
-        self.bias.copy_(_init.initial_bias(self.recipe, self.layer_index))
+        set_values(self.bias, _init.initial_bias(self.recipe, self.layer_index))
         if self.phi is not None and self.scale is not None:
             nn.init.normal_(self.phi, std=_init.PHI_STD)
             nn.init.constant_(self.scale, _init.SCALE)
@@ -83,7 +86,7 @@ class HyperConnection(HyperModule):
             recipe=self.recipe,
             norm_weight=self.norm_weight,
             out_norm_weight=self.out_norm_weight,
-            out_norm_eps=self.norm_eps,
+            out_norm_eps=self.out_norm_eps,
             out_dtype=self.out_dtype,
         )
         with self.use_own_backend():
@@ -97,5 +100,5 @@ class HyperConnection(HyperModule):
         return h, Streams(x, mix)
 
     def extra_repr(self) -> str:
-        norm = "" if self.out_norm_weight is None else f", norm_eps={self.norm_eps}"
+        norm = "" if self.out_norm_weight is None else f", out_norm_eps={self.out_norm_eps}"
         return f"dim={self.dim}, streams={self.recipe.streams}, residual={self.recipe.residual!r}{norm}"

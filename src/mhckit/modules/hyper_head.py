@@ -10,7 +10,7 @@ from mhckit.ops._backend import Backend
 from mhckit.recipe import Recipe
 
 from . import _init
-from ._base import HyperModule, parameter
+from ._base import HyperModule, parameter, set_values
 from .streams import Streams, as_streams
 
 
@@ -51,7 +51,7 @@ class HyperHead(HyperModule):
         if self.fn is not None and self.scale is not None and self.base is not None:
             nn.init.normal_(self.fn, std=_init.PHI_STD)
             nn.init.constant_(self.scale, _init.SCALE)
-            self.base.copy_(_init.initial_head_base(self.recipe))
+            set_values(self.base, _init.initial_head_base(self.recipe))
 
     def forward(self, streams: Streams | Tensor, pre: Tensor | None = None) -> Tensor:
         """[..., C]. A ``last_pre`` head takes pre from the Streams; a bare tensor needs it as an argument."""

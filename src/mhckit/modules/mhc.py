@@ -35,4 +35,6 @@ class MHC(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         h, streams = self.connection(Streams(x))
-        return streams.write(self.layer(h, *args, **kwargs)).tensor
+        streams = streams.write(self.layer(h, *args, **kwargs))
+        with self.connection.use_own_backend():
+            return streams.tensor

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from mhckit.ops import Mix, expand, post
 from mhckit.ops._check import check_optional, check_shape
@@ -23,9 +23,12 @@ class Streams:
         ...
         h = head(streams)
 
-    Immutable, and a pytree: it passes through torch.compile, checkpointing, FSDP2 and deepcopy as its tensors do.
-    FSDP2's mixed precision casts floating inputs of a wrapped block: give such blocks
-    ``MixedPrecisionPolicy(cast_forward_inputs=False)``, or the float32 mix arrives rounded.
+    Immutable, and a pytree: it passes through torch.compile, checkpointing, FSDP2 and deepcopy as its tensors do. One
+    chain of reads and writes follows one recipe.
+
+    FSDP2's mixed precision casts the floating inputs and all parameters of a wrapped block. Give such blocks
+    ``MixedPrecisionPolicy(cast_forward_inputs=False)``, or the float32 mix arrives rounded; and wrap each connection
+    with a policy of its own without a ``param_dtype``, or its parameters do.
 
     Attributes:
         x: the streams [..., N, C] that the last sublayer read from.
@@ -61,8 +64,10 @@ class Streams:
 
         A shifted recipe reads with the mix of the sublayer before: pass the Streams on, not this tensor.
         """
-        if self.mix is None or self.f is None:
+        if self.mix is None:
             return self.x
+        if self.f is None:
+            raise ValueError("these streams were read and nothing was written: use what streams.write(f) returned")
         return post(self.x, self.f, self.mix.post, self.mix.res, f_bias=self.f_bias)
 
 
@@ -74,12 +79,35 @@ def as_streams(streams: Streams | Tensor) -> Streams:
     return streams
 
 
-def _flatten(streams: Streams) -> tuple[list[Any], None]:
-    return [streams.x, streams.mix, streams.f, streams.f_bias], None
+# No name begins with another one: torch.export substitutes them in its guards as plain text.
+_FIELDS = ("x", "pre", "post", "res", "f", "bias")
 
 
-def _unflatten(children: Any, _context: None) -> Streams:
-    return Streams(*children)
+def _flatten(streams: Streams) -> tuple[list[Tensor], tuple[str, ...]]:
+    """The tensors that are there, and their names."""
+    mix = (None, None, None) if streams.mix is None else streams.mix
+    named = zip(_FIELDS, (streams.x, *mix, streams.f, streams.f_bias), strict=True)
+    present = {name: tensor for name, tensor in named if tensor is not None}
+    return list(present.values()), tuple(present)
 
 
-register_pytree_node(Streams, _flatten, _unflatten, serialized_type_name="mhckit.Streams")
+def _flatten_with_keys(streams: Streams) -> tuple[list[tuple[Any, Tensor]], tuple[str, ...]]:
+    tensors, names = _flatten(streams)
+    return [(GetAttrKey(name), tensor) for name, tensor in zip(names, tensors, strict=True)], names
+
+
+def _unflatten(tensors: Any, names: Any) -> Streams:
+    given = dict(zip(names, tensors, strict=True))
+    mix = Mix(given["pre"], given["post"], given.get("res")) if "pre" in given else None
+    return Streams(given["x"], mix, given.get("f"), given.get("bias"))
+
+
+register_pytree_node(
+    Streams,
+    _flatten,
+    _unflatten,
+    serialized_type_name="mhckit.Streams",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+    flatten_with_keys_fn=_flatten_with_keys,
+)

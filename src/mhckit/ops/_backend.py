@@ -33,16 +33,16 @@ class backend:
 
     def __init__(self, name: Backend) -> None:
         self.name = check_backend(name)
-        self.outer = "auto"
+        self.outer: list[str] = []
 
     def __enter__(self) -> None:
         global _active
-        self.outer = _active
+        self.outer.append(_active)
         _active = self.name
 
     def __exit__(self, *_exception: object) -> None:
         global _active
-        _active = self.outer
+        _active = self.outer.pop()
 
 
 def check_backend(name: Backend) -> Backend:

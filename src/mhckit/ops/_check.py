@@ -13,12 +13,14 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
 
-def check_tensor(name: str, tensor: Tensor | None, *, like: Tensor | None = None) -> Tensor:
-    """The tensor, which must be of a supported dtype and on the device of ``like``."""
+def check_tensor(name: str, tensor: Tensor | None, axes: str, *, like: Tensor | None = None) -> Tensor:
+    """The tensor, which must be dense, of a supported dtype and on the device of ``like``."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor {axes}, got {type(tensor).__name__}")
     if tensor.dtype not in DTYPES:
-        raise TypeError(f"{name} must be a float tensor ({_DTYPE_NAMES}), got {_name(tensor.dtype)}")
+        raise TypeError(f"{name} must be a float tensor {axes} ({_DTYPE_NAMES}), got {_name(tensor.dtype)}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor {axes}, got layout {_name(tensor.layout)}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} must be on the device of the other tensors, {like.device}, got {tensor.device}")
     return tensor
@@ -28,7 +30,7 @@ def check_shape(
     name: str, tensor: Tensor | None, axes: str, shape: tuple[int, ...], *, like: Tensor | None = None
 ) -> Tensor:
     """The tensor, which must have exactly this shape; ``axes`` names its axes, as in "[..., N, C]"."""
-    tensor = check_tensor(name, tensor, like=like)
+    tensor = check_tensor(name, tensor, axes, like=like)
     if tensor.shape != shape:
         raise ValueError(f"{name} must be {axes} = {tuple(shape)}, got {tuple(tensor.shape)}")
     return tensor
@@ -46,7 +48,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 def check_streams(x: Tensor, recipe: Recipe | None = None) -> tuple[torch.Size, int, int]:
     """The leading dimensions, N and C of streams x [..., N, C]."""
-    check_tensor("x", x)
+    check_tensor("x", x, "[..., N, C]")
     if x.ndim < 2:
         raise ValueError(f"x must be [..., N, C] with at least 2 axes, got {tuple(x.shape)}")
     *_, streams, channels = x.shape
@@ -68,7 +70,7 @@ def check_parameters(
     """phi, scale, bias and norm_weight as the recipe wants them for streams x."""
     width = x.shape[-2] * x.shape[-1]
     check_scale_and_bias(scale, bias, recipe, like=x)
-    _check_given("phi", phi, recipe)
+    _check_given("phi", phi, "[P, N*C]", recipe)
     if phi is None:
         if norm_weight is not None:
             raise ValueError("norm_weight must be None: the recipe is static (dynamic=False) and projects nothing")
@@ -78,7 +80,7 @@ def check_parameters(
 
 
 def check_scale_and_bias(scale: Tensor | None, bias: Tensor, recipe: Recipe, *, like: Tensor | None) -> None:
-    _check_given("scale", scale, recipe)
+    _check_given("scale", scale, "[groups]", recipe)
     check_shape("bias", bias, "[P]", (recipe.rows,), like=like)
     if scale is not None:
         check_shape("scale", scale, "[groups]", (len(recipe.groups),), like=like)
@@ -107,12 +109,20 @@ def check_dtype(name: str, dtype: torch.dtype | None, default: torch.dtype) -> t
     return dtype
 
 
-def _check_given(name: str, tensor: Tensor | None, recipe: Recipe) -> None:
+def check_eps(name: str, eps: float) -> float:
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise TypeError(f"{name} must be a number, got {eps!r}")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"{name} must be finite and not negative, got {eps}")
+    return float(eps)
+
+
+def _check_given(name: str, tensor: Tensor | None, axes: str, recipe: Recipe) -> None:
     if recipe.dynamic and tensor is None:
-        raise ValueError(f"{name} must be a tensor: the recipe is dynamic (dynamic=True), got None")
+        raise ValueError(f"{name} must be a tensor {axes}: the recipe is dynamic (dynamic=True), got None")
     if not recipe.dynamic and tensor is not None:
         raise ValueError(f"{name} must be None: the recipe is static (dynamic=False) and bias holds the logits")
 
 
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(of_torch: object) -> str:
+    return str(of_torch).removeprefix("torch.")

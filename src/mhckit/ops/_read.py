@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mhckit.recipe import Recipe
 
-from ._register import accumulator
+from ._register import accumulator, empty
 from .activate import activate_reference
 from .coefficients import (
     Coefficients,
@@ -25,6 +25,7 @@ from .coefficients import (
     Parameters,
     coefficients_backward,
     coefficients_reference,
+    empty_coefficients,
 )
 from .mix import Mix
 from .pre import pre_backward, pre_reference
@@ -78,29 +79,29 @@ def read_backward(
     out_norm_weight_C: Tensor | None,
     z_TP: Tensor | None,
     ms_T: Tensor | None,
-    u_T: Tensor,
+    u_T: Tensor | None,
     recipe: Recipe,
-    need_parameters: bool,
+    need_phi: bool,
+    need_out_norm: bool,
 ) -> ReadGradients:
     acc = accumulator(y_TNC)
     dy_TNC = torch.zeros_like(y_TNC, dtype=acc) if g_TNC is None else g_TNC.to(acc)
-    dpre_TN, dout_norm_weight_C = None, None
     if dx_in_TC is None:
-        dpre_TN = torch.zeros_like(dmix.pre)
-        dout_norm_weight_C = None if out_norm_weight_C is None else torch.zeros_like(out_norm_weight_C)
-    else:
-        weights_TN = shifted_pre_TN
-        if weights_TN is None:
-            pre = activate_reference(z_TP, ms_T, parameters.scale, parameters.bias.to(acc), recipe)[0]
-            weights_TN = pre.expand(y_TNC.shape[:-1])
-        dread_TNC, dpre_TN, dout_norm_weight_C = pre_backward(dx_in_TC, y_TNC, weights_TN, out_norm_weight_C, u_T)
-        dy_TNC = dy_TNC + dread_TNC
+        dx_in_TC = y_TNC.new_zeros(*y_TNC.shape[:-2], y_TNC.shape[-1])
+    weights_TN = shifted_pre_TN
+    if weights_TN is None:
+        pre = activate_reference(z_TP, ms_T, parameters.scale, parameters.bias.to(acc), recipe)[0]
+        weights_TN = pre.expand(y_TNC.shape[:-1])
+    dread_TNC, dpre_TN, dout_norm_weight_C = pre_backward(
+        dx_in_TC, y_TNC, weights_TN, out_norm_weight_C, u_T, need_out_norm
+    )
+    dy_TNC = dy_TNC + dread_TNC
     if shifted_pre_TN is None:
-        dmix, dpre_TN = dmix._replace(pre=dmix.pre + dpre_TN), None
-    dcoefficients_TNC, dparameters = coefficients_backward(dmix, y_TNC, z_TP, ms_T, parameters, recipe, need_parameters)
+        dmix = dmix._replace(pre=dmix.pre + dpre_TN)
+    dcoefficients_TNC, dparameters = coefficients_backward(dmix, y_TNC, z_TP, ms_T, parameters, recipe, need_phi)
     if dcoefficients_TNC is not None:
         dy_TNC = dy_TNC + dcoefficients_TNC
-    return ReadGradients(dy_TNC, dpre_TN, dparameters, dout_norm_weight_C)
+    return ReadGradients(dy_TNC, None if shifted_pre_TN is None else dpre_TN, dparameters, dout_norm_weight_C)
 
 
 def first_pre(x_TNC: Tensor) -> Tensor:
@@ -108,3 +109,13 @@ def first_pre(x_TNC: Tensor) -> Tensor:
     one_hot = x_TNC.new_zeros(x_TNC.shape[:-1], dtype=accumulator(x_TNC))
     one_hot[..., 0] = 1
     return one_hot
+
+
+def empty_read(x: Tensor, out_norm_weight: Tensor | None, out_dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, ...]:
+    """Room for x_in, the coefficients and u; fakes and kernels allocate with it."""
+    lead, channels = x.shape[:-2], x.shape[-1]
+    return (
+        empty(x, *lead, channels, dtype=out_dtype),
+        *empty_coefficients(x, recipe),
+        empty(x, *((0,) if out_norm_weight is None else lead), dtype=accumulator(x)),
+    )

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -104,14 +105,33 @@ def needed(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor |
     return tuple(gradients[i] if need and i < len(gradients) else None for i, need in enumerate(needs))
 
 
+def call_backward(op: Any, *args: Any) -> Any:
+    """Run a backward operator so that differentiating its results again raises.
+
+    Torch's once_differentiable looks only at the incoming gradients: under a linear loss they are constants, and it
+    would return gradients that silently have no derivative. Compiled code refuses second derivatives by itself.
+    """
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return op(*args)
+    return _Backward.apply(op, *args)
+
+
 class Operator(torch.autograd.Function):
     """Base of the autograd.Functions: vmap runs the operator once per element and stacks.
 
     ``forward`` names every argument: with ``*args`` Dynamo cannot tell that it takes no ctx.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Function.apply binds arguments by signature on every call; a stored one saves working it out each time.
+        forward: Any = cls.forward
+        forward.__signature__ = inspect.signature(forward)
+
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        if info.batch_size == 0:
+            raise ValueError("vmap over an empty batch: mhckit's operators run once per element and have none to run")
         runs = [
             cls.apply(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)))
             for i in range(info.batch_size)
@@ -119,6 +139,20 @@ class Operator(torch.autograd.Function):
         if isinstance(runs[0], Tensor):
             return torch.stack(runs), 0
         return tuple(torch.stack(outputs) for outputs in zip(*runs, strict=True)), (0,) * len(runs[0])
+
+
+class _Backward(Operator):
+    @staticmethod
+    def forward(op: Any, *args: Any) -> Any:
+        return op(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor) -> Any:
+        raise RuntimeError("mhckit's operators can be differentiated once: second derivatives are not implemented")
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mhckit.recipe import Recipe
 
 from ._backend import choose
 from ._check import check_recipe, check_scale_and_bias, check_shape, check_tensor
-from ._register import Operator, accumulator, contiguous, empty, needed, register, room_for, rounded
+from ._register import Operator, accumulator, call_backward, contiguous, empty, needed, register, room_for, rounded
 
 
 def reciprocal_rms(mean_square: Tensor, recipe: Recipe) -> Tensor:
@@ -192,9 +191,8 @@ class _Activate(Operator):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients = _bwd(*grads, *ctx.saved_tensors, *ctx.recipe.scalars, ctx.backend)
+        gradients = call_backward(_bwd, *grads, *ctx.saved_tensors, *ctx.recipe.scalars, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 
@@ -216,7 +214,7 @@ def activate(
     """
     check_recipe(recipe)
     if recipe.dynamic:
-        z = check_tensor("z", z)
+        z = check_tensor("z", z, "[..., P]")
         check_shape("z", z, "[..., P]", (*z.shape[:-1], recipe.rows))
         check_shape("mean_square", mean_square, "[...]", z.shape[:-1], like=z)
     elif z is not None or mean_square is not None:

@@ -16,13 +16,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mhckit.recipe import Recipe
 
 from ._backend import choose
 from ._check import check_parameters, check_streams
-from ._register import Operator, accumulator, contiguous, empty, needed, pack, register, room_for, rounded
+from ._register import (
+    Operator,
+    accumulator,
+    call_backward,
+    contiguous,
+    empty,
+    needed,
+    pack,
+    register,
+    room_for,
+    rounded,
+)
 from .activate import activate_backward, activate_reference, shape_residual_logits
 from .mix import Mix
 from .project import project_backward, project_reference
@@ -38,7 +48,13 @@ class Parameters(NamedTuple):
     norm_weight: Tensor | None
 
 
-NO_PARAMETERS = (None,) * len(Parameters._fields)
+class ParameterGradients(NamedTuple):
+    """Gradients of Parameters; None where there is nothing to learn or nobody asked."""
+
+    phi: Tensor | None
+    scale: Tensor | None
+    bias: Tensor
+    norm_weight: Tensor | None
 
 
 class Coefficients(NamedTuple):
@@ -77,7 +93,7 @@ def coefficients_backward(
     ms_T: Tensor | None,
     parameters: Parameters,
     recipe: Recipe,
-    need_parameters: bool,
+    need_phi: bool,
 ) -> tuple[Tensor | None, ParameterGradients]:
     """dx (None for static recipes, whose coefficients do not depend on x) and parameter gradients; unrounded."""
     phi_PK, scale, bias_P, norm_weight_K = parameters
@@ -93,10 +109,8 @@ def coefficients_backward(
         dmix.pre, dmix.post, dlogits_TR, z_TP, ms_T, scale, bias_P, recipe
     )
     if phi_PK is None or dz_TP is None or dms_T is None:
-        return None, ParameterGradients(None, None, dbias_P if need_parameters else None, None)
-    dx_TNC, dphi_PK, dnorm_weight_K = project_backward(dz_TP, dms_T, x_TNC, phi_PK, norm_weight_K, need_parameters)
-    if not need_parameters:
-        return dx_TNC, ParameterGradients(*NO_PARAMETERS)
+        return None, ParameterGradients(None, None, dbias_P, None)
+    dx_TNC, dphi_PK, dnorm_weight_K = project_backward(dz_TP, dms_T, x_TNC, phi_PK, norm_weight_K, need_phi)
     return dx_TNC, ParameterGradients(dphi_PK, dscale, dbias_P, dnorm_weight_K)
 
 
@@ -109,15 +123,6 @@ def _sum_over_tokens(dmix: Mix) -> Mix:
         dmix.post.reshape(-1, n).sum(0),
         None if dres_TOI is None else dres_TOI.reshape(-1, n, n).sum(0),
     )
-
-
-class ParameterGradients(NamedTuple):
-    """Gradients of Parameters; None where there is nothing to learn or nobody asked."""
-
-    phi: Tensor | None
-    scale: Tensor | None
-    bias: Tensor | None
-    norm_weight: Tensor | None
 
 
 def mix_gradients(dpre: Tensor | None, dpost: Tensor | None, dres: Tensor | None, x: Tensor, recipe: Recipe) -> Mix:
@@ -135,10 +140,23 @@ def as_mix(pre: Tensor, post: Tensor, res: Tensor, recipe: Recipe) -> Mix:
     return Mix(pre, post, None if recipe.residual == "identity" else res)
 
 
-def save_with_coefficients(ctx: Any, tensors: Sequence[Any], res: Tensor, z: Tensor, ms: Tensor, *more: Tensor) -> None:
-    """What backward needs of an operator that computes coefficients; z, ms and more are outputs for this alone."""
-    ctx.save_for_backward(*tensors, *((z, ms) if ctx.recipe.dynamic else (None, None)), *more)
-    ctx.mark_non_differentiable(z, ms, *more, *((res,) if ctx.recipe.residual == "identity" else ()))
+def parameters_with_gradients(parameters: Parameters, need_phi: bool) -> tuple[Tensor | None, ...]:
+    """Those parameters whose gradients a backward returns; None for the rest."""
+    return tuple(parameters) if need_phi else (None, parameters.scale, parameters.bias, None)
+
+
+def save_with_coefficients(
+    ctx: Any, tensors: Sequence[Any], res: Tensor, z: Tensor, ms: Tensor, u: Tensor | None = None, normed: bool = False
+) -> None:
+    """Save what backward needs of an operator that computes coefficients: its inputs, z and ms, and a norm's u.
+
+    z, ms and u are outputs for this purpose alone, and saved as None where they are absent.
+    """
+    norms = () if u is None else (u,)
+    ctx.save_for_backward(
+        *tensors, *((z, ms) if ctx.recipe.dynamic else (None, None)), *(norms if normed else (None,) * len(norms))
+    )
+    ctx.mark_non_differentiable(z, ms, *norms, *((res,) if ctx.recipe.residual == "identity" else ()))
     ctx.set_materialize_grads(False)
 
 
@@ -177,18 +195,18 @@ def _bwd_reference(
     norm_weight: Tensor | None,
     z: Tensor | None,
     ms: Tensor | None,
-    need_parameters: bool,
+    need_phi: bool,
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
     parameters = Parameters(phi, scale, bias, norm_weight)
     dmix = mix_gradients(dpre, dpost, dres, x, recipe)
-    dx, gradients = coefficients_backward(dmix, x, z, ms, parameters, recipe, need_parameters)
+    dx, gradients = coefficients_backward(dmix, x, z, ms, parameters, recipe, need_phi)
     return rounded((torch.zeros_like(x) if dx is None else dx, *gradients), (x, *parameters), otherwise=x)
 
 
 def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
-    _dpre, _dpost, _dres, x, *parameters, _z, _ms, need_parameters, _recipe = args
-    return room_for((x, *(parameters if need_parameters else NO_PARAMETERS)), otherwise=x)
+    _dpre, _dpost, _dres, x, *parameters, _z, _ms, need_phi, _recipe = args
+    return room_for((x, *parameters_with_gradients(Parameters(*parameters), need_phi)), otherwise=x)
 
 
 _fwd = register(
@@ -201,7 +219,7 @@ _fwd = register(
 _bwd = register(
     "coefficients_bwd",
     "(Tensor? dpre, Tensor? dpost, Tensor? dres, Tensor x, Tensor? phi, Tensor? scale, Tensor bias,"
-    " Tensor? norm_weight, Tensor? z, Tensor? mean_square, bool need_parameters, {recipe})"
+    " Tensor? norm_weight, Tensor? z, Tensor? mean_square, bool need_phi, {recipe})"
     " -> (Tensor dx, Tensor dphi, Tensor dscale, Tensor dbias, Tensor dnorm_weight)",
     reference=_bwd_reference,
     fake=_bwd_fake,
@@ -228,10 +246,10 @@ class _Coefficients(Operator):
         save_with_coefficients(ctx, tensors, res, z, ms)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        need_parameters = any(ctx.needs_input_grad[1:5])
-        gradients = _bwd(*grads[:3], *ctx.saved_tensors, need_parameters, *ctx.recipe.scalars, ctx.backend)
+        _, need_phi, _, _, need_norm_weight, *_ = ctx.needs_input_grad
+        need_phi = need_phi or need_norm_weight
+        gradients = call_backward(_bwd, *grads[:3], *ctx.saved_tensors, need_phi, *ctx.recipe.scalars, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -18,20 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mhckit.recipe import Recipe
 
 from ._backend import choose
-from ._check import check_dtype, check_optional, check_parameters, check_streams
-from ._read import OutNorm, first_pre, read_backward, read_reference
-from ._register import Operator, accumulator, contiguous, empty, needed, pack, register, room_for, rounded
+from ._check import check_dtype, check_eps, check_optional, check_parameters, check_streams
+from ._read import OutNorm, empty_read, first_pre, read_backward, read_reference
+from ._register import Operator, call_backward, contiguous, needed, pack, register, room_for, rounded
 from .coefficients import (
-    NO_PARAMETERS,
     Parameters,
     as_mix,
-    empty_coefficients,
     mix_gradients,
+    parameters_with_gradients,
     save_with_coefficients,
 )
 from .mix import Mix
@@ -70,8 +68,9 @@ def enter_backward(
     out_norm_weight: Tensor | None,
     z: Tensor | None,
     mean_square: Tensor | None,
-    u: Tensor,
-    need_parameters: bool,
+    u: Tensor | None,
+    need_phi: bool,
+    need_out_norm: bool,
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
     """dx, dphi, dscale, dbias, dnorm_weight, dout_norm_weight."""
@@ -88,20 +87,11 @@ def enter_backward(
         mean_square,
         u,
         recipe,
-        need_parameters,
+        need_phi,
+        need_out_norm,
     )
     return rounded(
         (gradients.y, *gradients.parameters, gradients.out_norm_weight), (x, *parameters, out_norm_weight), otherwise=x
-    )
-
-
-def empty_read(x: Tensor, out_norm_weight: Tensor | None, out_dtype: torch.dtype, recipe: Recipe) -> tuple[Tensor, ...]:
-    """Room for x_in, the coefficients and u; fakes and kernels allocate with it."""
-    lead, channels = x.shape[:-2], x.shape[-1]
-    return (
-        empty(x, *lead, channels, dtype=out_dtype),
-        *empty_coefficients(x, recipe),
-        empty(x, *((0,) if out_norm_weight is None else lead), dtype=accumulator(x)),
     )
 
 
@@ -111,8 +101,9 @@ def _fwd_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
-    _g, _dx_in, _dpre, _dpost, _dres, x, *parameters, out_norm_weight, _z, _ms, _u, need_parameters, _recipe = args
-    return room_for((x, *(parameters if need_parameters else NO_PARAMETERS), out_norm_weight), otherwise=x)
+    _g, _dx_in, _dpre, _dpost, _dres, x, *parameters, out_norm_weight, _z, _ms, _u, need_phi, need_out_norm, _ = args
+    parameters = parameters_with_gradients(Parameters(*parameters), need_phi)
+    return room_for((x, *parameters, out_norm_weight if need_out_norm else None), otherwise=x)
 
 
 _fwd = register(
@@ -127,7 +118,7 @@ _bwd = register(
     "enter_bwd",
     "(Tensor? dx_out, Tensor? dx_in, Tensor? dpre, Tensor? dpost, Tensor? dres,"
     " Tensor x, Tensor? phi, Tensor? scale, Tensor bias, Tensor? norm_weight, Tensor? out_norm_weight,"
-    " Tensor? z, Tensor? mean_square, Tensor u, bool need_parameters, {recipe})"
+    " Tensor? z, Tensor? mean_square, Tensor? u, bool need_phi, bool need_out_norm, {recipe})"
     " -> (Tensor dx, Tensor dphi, Tensor dscale, Tensor dbias, Tensor dnorm_weight, Tensor dout_norm_weight)",
     reference=enter_backward,
     fake=_bwd_fake,
@@ -155,13 +146,13 @@ class _Enter(Operator):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, _out_norm_eps, _out_dtype, ctx.recipe, ctx.backend = inputs
         _x, _x_in, _pre, _post, res, z, ms, u = output
-        save_with_coefficients(ctx, tensors, res, z, ms, u)
+        save_with_coefficients(ctx, tensors, res, z, ms, u, normed=tensors[-1] is not None)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        need_parameters = any(ctx.needs_input_grad[1:5])
-        gradients = _bwd(*grads[:5], *ctx.saved_tensors, need_parameters, *ctx.recipe.scalars, ctx.backend)
+        _, need_phi, _, _, need_norm_weight, need_out_norm, *_ = ctx.needs_input_grad
+        needs = (need_phi or need_norm_weight, need_out_norm)
+        gradients = call_backward(_bwd, *grads[:5], *ctx.saved_tensors, *needs, *ctx.recipe.scalars, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 
@@ -197,6 +188,7 @@ def enter(
     check_parameters(x, phi, scale, bias, norm_weight, recipe)
     check_optional("out_norm_weight", out_norm_weight, "[C]", (channels,), like=x)
     tensors = contiguous(x, phi, scale, bias, norm_weight, out_norm_weight)
+    out_norm_eps = check_eps("out_norm_eps", out_norm_eps)
     out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
     x, x_in, pre, post, res, *_ = _Enter.apply(*tensors, out_norm_eps, out_dtype, recipe, choose("enter", x, streams))
     return x, x_in, as_mix(pre, post, res, recipe)

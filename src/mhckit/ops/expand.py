@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._backend import choose
 from ._check import check_tensor
-from ._register import Operator, accumulator, empty, needed, register
+from ._register import Operator, accumulator, call_backward, empty, needed, register
 
 
 def expand_reference(h_TC: Tensor, streams: int) -> Tensor:
@@ -47,14 +46,13 @@ class _Expand(Operator):
         ctx.backend = inputs[-1]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
-        return needed((_bwd(dx, ctx.backend),), ctx.needs_input_grad)
+        return needed((call_backward(_bwd, dx, ctx.backend),), ctx.needs_input_grad)
 
 
 def expand(h: Tensor, streams: int) -> Tensor:
     """Copy h [..., C] into streams [..., N, C]."""
-    check_tensor("h", h)
+    check_tensor("h", h, "[..., C]")
     if isinstance(streams, bool) or not isinstance(streams, int):
         raise TypeError(f"streams must be an int, got {streams!r}")
     if streams < 1:

@@ -16,13 +16,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mhckit.recipe import Recipe
 
 from ._backend import choose
 from ._check import check_dtype, check_shape, check_streams
-from ._register import Operator, absent, accumulator, contiguous, empty, needed, register, room_for, rounded
+from ._register import (
+    Operator,
+    absent,
+    accumulator,
+    call_backward,
+    contiguous,
+    empty,
+    needed,
+    register,
+    room_for,
+    rounded,
+)
 from .activate import reciprocal_rms, reciprocal_rms_backward
 from .pre import pre_backward, pre_reference
 from .project import project_backward, project_reference
@@ -58,25 +68,25 @@ def head_backward(
     pre_TI: Tensor | None,
     z_TN: Tensor | None,
     ms_T: Tensor | None,
-    need_parameters: bool,
+    need_fn: bool,
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
     """dx, dfn, dscale, dbase, dpre."""
     inputs = (x_TIC, fn_NK, scale, base_N, pre_TI)
     if fn_NK is None or z_TN is None or ms_T is None or scale is None:
         weights_TI = _mean_weights(x_TIC) if pre_TI is None else pre_TI
-        dx_TIC, dpre_TI, _ = pre_backward(dh_TC, x_TIC, weights_TI, None, absent(x_TIC))
+        dx_TIC, dpre_TI, _ = pre_backward(dh_TC, x_TIC, weights_TI, None, None, False)
         gradients = (dx_TIC, None, None, None, dpre_TI)
         return rounded(gradients, inputs, otherwise=x_TIC)
     sigmoid_TN, r_T = _sigmoid(z_TN, ms_T, scale, base_N, recipe), reciprocal_rms(ms_T, recipe)
-    dx_TIC, dweights_TN, _ = pre_backward(dh_TC, x_TIC, sigmoid_TN + recipe.pre_eps, None, absent(x_TIC))
+    dx_TIC, dweights_TN, _ = pre_backward(dh_TC, x_TIC, sigmoid_TN + recipe.pre_eps, None, None, False)
     dlogits_TN = dweights_TN * sigmoid_TN * (1 - sigmoid_TN)
     dnormed_TN = dlogits_TN * scale.to(z_TN.dtype)
     dms_T = reciprocal_rms_backward((dnormed_TN * z_TN).sum(-1), ms_T, recipe)
-    dproject_TIC, dfn_NK, _ = project_backward(dnormed_TN * r_T[..., None], dms_T, x_TIC, fn_NK, None, need_parameters)
+    dproject_TIC, dfn_NK, _ = project_backward(dnormed_TN * r_T[..., None], dms_T, x_TIC, fn_NK, None, need_fn)
     dscale = (dlogits_TN * z_TN * r_T[..., None]).sum().reshape(1)
     dbase_N = dlogits_TN.reshape(-1, dlogits_TN.shape[-1]).sum(0)
-    gradients = (dx_TIC + dproject_TIC, *((dfn_NK, dscale, dbase_N) if need_parameters else (None,) * 3), None)
+    gradients = (dx_TIC + dproject_TIC, dfn_NK, dscale, dbase_N, None)
     return rounded(gradients, inputs, otherwise=x_TIC)
 
 
@@ -99,9 +109,9 @@ def _fwd_fake(x: Tensor, fn: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor,
     return h, empty(x, *lead, fn.shape[0], dtype=acc), empty(x, *lead, dtype=acc)
 
 
-def _bwd_fake(dh: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    x, *parameters, pre, _z, _ms, need_parameters, _recipe = args
-    return room_for((x, *(parameters if need_parameters else (None,) * 3), pre), otherwise=x)
+def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
+    _dh, x, fn, scale, base, pre, _z, _ms, need_fn, _recipe = args
+    return room_for((x, fn if need_fn else None, scale, base, pre), otherwise=x)
 
 
 _fwd = register(
@@ -114,7 +124,7 @@ _fwd = register(
 _bwd = register(
     "head_bwd",
     "(Tensor dh, Tensor x, Tensor? fn, Tensor? scale, Tensor? base, Tensor? pre, Tensor? z, Tensor? mean_square,"
-    " bool need_parameters, {recipe}) -> (Tensor dx, Tensor dfn, Tensor dscale, Tensor dbase, Tensor dpre)",
+    " bool need_fn, {recipe}) -> (Tensor dx, Tensor dfn, Tensor dscale, Tensor dbase, Tensor dpre)",
     reference=head_backward,
     fake=_bwd_fake,
 )
@@ -143,10 +153,9 @@ class _Head(Operator):
         ctx.mark_non_differentiable(z, ms)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dh: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        need_parameters = any(ctx.needs_input_grad[1:4])
-        gradients = _bwd(dh, *ctx.saved_tensors, need_parameters, *ctx.recipe.scalars, ctx.backend)
+        need_fn = ctx.needs_input_grad[1]
+        gradients = call_backward(_bwd, dh, *ctx.saved_tensors, need_fn, *ctx.recipe.scalars, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -21,16 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mhckit.recipe import Recipe
 
 from ._backend import choose
-from ._check import check_dtype, check_mix, check_optional, check_parameters, check_shape, check_streams
-from ._read import OutNorm, read_backward, read_reference
-from ._register import Operator, contiguous, empty, needed, pack, register, room_for, rounded
-from .coefficients import NO_PARAMETERS, Parameters, as_mix, mix_gradients, save_with_coefficients
-from .enter import empty_read
+from ._check import check_dtype, check_eps, check_mix, check_optional, check_parameters, check_shape, check_streams
+from ._read import OutNorm, empty_read, read_backward, read_reference
+from ._register import Operator, call_backward, contiguous, empty, needed, pack, register, room_for, rounded
+from .coefficients import Parameters, as_mix, mix_gradients, parameters_with_gradients, save_with_coefficients
 from .mix import Mix
 from .post import post_backward, post_reference
 
@@ -78,8 +76,9 @@ def junction_backward(
     y: Tensor,
     z: Tensor | None,
     mean_square: Tensor | None,
-    u: Tensor,
-    need_parameters: bool,
+    u: Tensor | None,
+    need_phi: bool,
+    need_out_norm: bool,
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
     """Gradients of x, f, f_bias, shifted_pre, post, res, phi, scale, bias, norm_weight, out_norm_weight."""
@@ -96,7 +95,8 @@ def junction_backward(
         mean_square,
         u,
         recipe,
-        need_parameters,
+        need_phi,
+        need_out_norm,
     )
     write = post_backward(read.y, x, f, f_bias, post, res)
     gradients = (write.x, write.f, write.f_bias, read.shifted_pre, write.post, write.res)
@@ -112,10 +112,10 @@ def _fwd_fake(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
-    _g, _dx_in, _dpre, _dpost, _dres, *inputs, _y, _z, _ms, _u, need_parameters, _recipe = args
-    *write, _phi, _scale, _bias, _norm_weight, out_norm_weight = inputs
-    parameters = inputs[-5:-1] if need_parameters else NO_PARAMETERS
-    return room_for((*write, *parameters, out_norm_weight), otherwise=inputs[0])
+    _g, _dx_in, _dpre, _dpost, _dres, *inputs, _y, _z, _ms, _u, need_phi, need_out_norm, _recipe = args
+    *write, phi, scale, bias, norm_weight, out_norm_weight = inputs
+    parameters = parameters_with_gradients(Parameters(phi, scale, bias, norm_weight), need_phi)
+    return room_for((*write, *parameters, out_norm_weight if need_out_norm else None), otherwise=write[0])
 
 
 _INPUTS = (
@@ -132,7 +132,7 @@ _fwd = register(
 _bwd = register(
     "junction_bwd",
     f"(Tensor? dy, Tensor? dx_in, Tensor? dpre_out, Tensor? dpost_out, Tensor? dres_out, {_INPUTS},"
-    " Tensor y, Tensor? z, Tensor? mean_square, Tensor u, bool need_parameters, {recipe})"
+    " Tensor y, Tensor? z, Tensor? mean_square, Tensor? u, bool need_phi, bool need_out_norm, {recipe})"
     " -> (Tensor dx, Tensor df, Tensor df_bias, Tensor dshifted_pre, Tensor dpost, Tensor dres,"
     " Tensor dphi, Tensor dscale, Tensor dbias, Tensor dnorm_weight, Tensor dout_norm_weight)",
     reference=junction_backward,
@@ -167,13 +167,13 @@ class _Junction(Operator):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, _out_norm_eps, _out_dtype, ctx.recipe, ctx.backend = inputs
         y, _x_in, _pre, _post, res, z, ms, u = output
-        save_with_coefficients(ctx, (*tensors, y), res, z, ms, u)
+        save_with_coefficients(ctx, (*tensors, y), res, z, ms, u, normed=tensors[-1] is not None)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        need_parameters = any(ctx.needs_input_grad[6:10])
-        gradients = _bwd(*grads[:5], *ctx.saved_tensors, need_parameters, *ctx.recipe.scalars, ctx.backend)
+        *_write, need_phi, _, _, need_norm_weight, need_out_norm = ctx.needs_input_grad[:11]
+        needs = (need_phi or need_norm_weight, need_out_norm)
+        gradients = call_backward(_bwd, *grads[:5], *ctx.saved_tensors, *needs, *ctx.recipe.scalars, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 
@@ -216,6 +216,7 @@ def junction(
     check_optional("out_norm_weight", out_norm_weight, "[C]", (channels,), like=x)
     shifted_pre = mix.pre if recipe.shifted else None
     tensors = contiguous(x, f, f_bias, shifted_pre, mix.post, mix.res, phi, scale, bias, norm_weight, out_norm_weight)
+    out_norm_eps = check_eps("out_norm_eps", out_norm_eps)
     out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
     y, x_in, pre, post, res, *_ = _Junction.apply(
         *tensors, out_norm_eps, out_dtype, recipe, choose("junction", x, streams)

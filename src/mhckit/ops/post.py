@@ -13,11 +13,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._backend import choose
 from ._check import check_optional, check_shape, check_streams
-from ._register import Operator, accumulator, contiguous, empty, needed, register, room_for, rounded
+from ._register import Operator, accumulator, call_backward, contiguous, empty, needed, register, room_for, rounded
 
 
 def post_reference(
@@ -104,9 +103,8 @@ class _Post(Operator):
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _bwd(dy, *ctx.saved_tensors, ctx.backend)
+        gradients = call_backward(_bwd, dy, *ctx.saved_tensors, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -15,11 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._backend import choose
-from ._check import check_dtype, check_optional, check_shape, check_streams
-from ._register import Operator, absent, accumulator, contiguous, empty, needed, register, room_for, rounded
+from ._check import check_dtype, check_eps, check_optional, check_shape, check_streams
+from ._register import (
+    Operator,
+    absent,
+    accumulator,
+    call_backward,
+    contiguous,
+    empty,
+    needed,
+    register,
+    room_for,
+    rounded,
+)
 
 
 def pre_reference(
@@ -35,16 +45,22 @@ def pre_reference(
 
 
 def pre_backward(
-    dx_in_TC: Tensor, x_TIC: Tensor, pre_TI: Tensor, norm_weight_C: Tensor | None, u_T: Tensor
+    dx_in_TC: Tensor,
+    x_TIC: Tensor,
+    pre_TI: Tensor,
+    norm_weight_C: Tensor | None,
+    u_T: Tensor | None,
+    need_norm_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """dx, dpre, dnorm_weight; none of them rounded."""
     acc = accumulator(x_TIC)
     x_TIC, pre_TI, d_TC = x_TIC.to(acc), pre_TI.to(acc), dx_in_TC.to(acc)
     dnorm_weight_C = None
-    if norm_weight_C is not None:
+    if norm_weight_C is not None and u_T is not None:
         a_TC = (pre_TI[..., None] * x_TIC).sum(-2)
         normed_TC = a_TC * u_T[..., None]
-        dnorm_weight_C = (d_TC * normed_TC).reshape(-1, d_TC.shape[-1]).sum(0)
+        if need_norm_weight:
+            dnorm_weight_C = (d_TC * normed_TC).reshape(-1, d_TC.shape[-1]).sum(0)
         d_TC = d_TC * norm_weight_C.to(acc)
         d_TC = u_T[..., None] * (d_TC - normed_TC * (d_TC * normed_TC).mean(-1, keepdim=True))
     return pre_TI[..., None] * d_TC[..., None, :], (x_TIC @ d_TC[..., None])[..., 0], dnorm_weight_C
@@ -58,12 +74,13 @@ def _fwd_fake(
     return empty(x, *lead, channels, dtype=out_dtype), u
 
 
-def _bwd_reference(dx_in: Tensor, x: Tensor, pre: Tensor, norm_weight: Tensor | None, u: Tensor) -> tuple[Tensor, ...]:
-    return rounded(pre_backward(dx_in, x, pre, norm_weight, u), (x, pre, norm_weight), otherwise=x)
+def _bwd_reference(dx_in: Tensor, x: Tensor, pre: Tensor, norm_weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    return rounded(pre_backward(dx_in, x, pre, norm_weight, *rest), (x, pre, norm_weight), otherwise=x)
 
 
-def _bwd_fake(dx_in: Tensor, x: Tensor, pre: Tensor, norm_weight: Tensor | None, u: Tensor) -> tuple[Tensor, ...]:
-    return room_for((x, pre, norm_weight), otherwise=x)
+def _bwd_fake(dx_in: Tensor, x: Tensor, pre: Tensor, norm_weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    _u, need_norm_weight = rest
+    return room_for((x, pre, norm_weight if need_norm_weight else None), otherwise=x)
 
 
 _fwd = register(
@@ -74,7 +91,7 @@ _fwd = register(
 )
 _bwd = register(
     "pre_bwd",
-    "(Tensor dx_in, Tensor x, Tensor pre, Tensor? norm_weight, Tensor u)"
+    "(Tensor dx_in, Tensor x, Tensor pre, Tensor? norm_weight, Tensor? u, bool need_norm_weight)"
     " -> (Tensor dx, Tensor dpre, Tensor dnorm_weight)",
     reference=_bwd_reference,
     fake=_bwd_fake,
@@ -92,13 +109,12 @@ class _Pre(Operator):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, _norm_eps, _out_dtype, ctx.backend = inputs
         _x_in, u = output
-        ctx.save_for_backward(*tensors, u)
+        ctx.save_for_backward(*tensors, None if tensors[-1] is None else u)
         ctx.mark_non_differentiable(u)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dx_in: Tensor, _du: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _bwd(dx_in, *ctx.saved_tensors, ctx.backend)
+        gradients = call_backward(_bwd, dx_in, *ctx.saved_tensors, ctx.needs_input_grad[2], ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 
@@ -125,6 +141,7 @@ def pre(
     lead, streams, channels = check_streams(x)
     check_shape("pre", pre, "[..., N]", (*lead, streams), like=x)
     check_optional("out_norm_weight", out_norm_weight, "[C]", (channels,), like=x)
+    out_norm_eps = check_eps("out_norm_eps", out_norm_eps)
     out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
     tensors = contiguous(x, pre, out_norm_weight)
     return _Pre.apply(*tensors, out_norm_eps, out_dtype, choose("pre", x, streams))[0]

@@ -14,11 +14,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._backend import choose
 from ._check import check_optional, check_streams, check_tensor
-from ._register import Operator, accumulator, contiguous, empty, needed, register, room_for, rounded
+from ._register import Operator, accumulator, call_backward, contiguous, empty, needed, register, room_for, rounded
 
 
 def project_reference(x_TNC: Tensor, phi_PK: Tensor, norm_weight_K: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -32,13 +31,13 @@ def project_backward(
     x_TNC: Tensor,
     phi_PK: Tensor,
     norm_weight_K: Tensor | None,
-    need_parameters: bool,
+    need_phi: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, dphi, dnorm_weight; none of them rounded, so that fusions can add to dx."""
+    """dx, dphi, dnorm_weight; unrounded, so that fusions can add to dx. The last two take another pass over x."""
     x_TK = x_TNC.to(accumulator(x_TNC)).flatten(-2)
     dx_TK = dz_TP @ _fold(phi_PK, norm_weight_K, x_TK) + (2 / x_TK.shape[-1]) * dms_T[..., None] * x_TK
     dx_TNC = dx_TK.unflatten(-1, x_TNC.shape[-2:])
-    if not need_parameters:
+    if not need_phi:
         return dx_TNC, None, None
     dphi_PK = dz_TP.reshape(-1, phi_PK.shape[0]).mT @ x_TK.reshape(-1, phi_PK.shape[1])
     if norm_weight_K is None:
@@ -57,19 +56,19 @@ def _fwd_fake(x: Tensor, phi: Tensor, norm_weight: Tensor | None) -> tuple[Tenso
 
 
 def _bwd_reference(
-    dz: Tensor | None, dms: Tensor | None, x: Tensor, phi: Tensor, norm_weight: Tensor | None, need_parameters: bool
+    dz: Tensor | None, dms: Tensor | None, x: Tensor, phi: Tensor, norm_weight: Tensor | None, need_phi: bool
 ) -> tuple[Tensor, ...]:
     lead, acc = x.shape[:-2], accumulator(x)
     dz = x.new_zeros(*lead, phi.shape[0], dtype=acc) if dz is None else dz
     dms = x.new_zeros(lead, dtype=acc) if dms is None else dms
-    gradients = project_backward(dz, dms, x, phi, norm_weight, need_parameters)
+    gradients = project_backward(dz, dms, x, phi, norm_weight, need_phi)
     return rounded(gradients, (x, phi, norm_weight), otherwise=x)
 
 
 def _bwd_fake(
-    dz: Tensor | None, dms: Tensor | None, x: Tensor, phi: Tensor, norm_weight: Tensor | None, need_parameters: bool
+    dz: Tensor | None, dms: Tensor | None, x: Tensor, phi: Tensor, norm_weight: Tensor | None, need_phi: bool
 ) -> tuple[Tensor, ...]:
-    return room_for((x, *((phi, norm_weight) if need_parameters else (None, None))), otherwise=x)
+    return room_for((x, *((phi, norm_weight) if need_phi else (None, None))), otherwise=x)
 
 
 _fwd = register(
@@ -80,7 +79,7 @@ _fwd = register(
 )
 _bwd = register(
     "project_bwd",
-    "(Tensor? dz, Tensor? dmean_square, Tensor x, Tensor phi, Tensor? norm_weight, bool need_parameters)"
+    "(Tensor? dz, Tensor? dmean_square, Tensor x, Tensor phi, Tensor? norm_weight, bool need_phi)"
     " -> (Tensor dx, Tensor dphi, Tensor dnorm_weight)",
     reference=_bwd_reference,
     fake=_bwd_fake,
@@ -99,10 +98,10 @@ class _Project(Operator):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        need_parameters = any(ctx.needs_input_grad[1:3])
-        gradients = _bwd(*grads, *ctx.saved_tensors, need_parameters, ctx.backend)
+        _, need_phi, need_norm_weight, *_ = ctx.needs_input_grad
+        need_phi = need_phi or need_norm_weight
+        gradients = call_backward(_bwd, *grads, *ctx.saved_tensors, need_phi, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 
@@ -119,7 +118,7 @@ def project(x: Tensor, phi: Tensor, *, norm_weight: Tensor | None = None) -> tup
     """
     _, streams, channels = check_streams(x)
     width = streams * channels
-    check_tensor("phi", phi, like=x)
+    check_tensor("phi", phi, "[P, N*C]", like=x)
     if phi.ndim != 2 or phi.shape[1] != width:
         raise ValueError(f"phi must be [P, N*C] with N*C = {width}, got {tuple(phi.shape)}")
     check_optional("norm_weight", norm_weight, "[N*C]", (width,), like=x)

@@ -11,8 +11,8 @@ normalisation R' = R / s has
     A[i,j] = A'[i,j] - R'[i,j] sum_k A'[i,k]                (rows; the sum term only where s, not eps, divided)
 
 which needs no division and cannot overflow. Starts that eps keeps away from zero (softmax + eps, |L| + eps) run in
-linear space; exp runs in log space, where any finite logits are exact: exp overflows above 88, and a column that
-underflows to zero could never be brought back.
+linear space; exp runs in log space, where logits of any size are exact (up to 1e37 in float32, where their differences
+overflow): exp overflows above 88, and a column that underflows to zero could never be brought back.
 
 T tokens; N x N matrices with rows first, as stored (S, S) and as returned (O out, I in); F = N! permutations. The
 iteration holds its matrices as [S, S, T], so that its many small sums run over contiguous tokens.
@@ -26,13 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mhckit.recipe import Recipe
 
 from ._backend import choose
 from ._check import check_recipe, check_shape, check_tensor
-from ._register import Operator, accumulator, empty, needed, register
+from ._register import Operator, accumulator, call_backward, empty, needed, register
 
 ROWS, COLS = 1, 0  # the axis of [S, S, T] that is summed
 
@@ -173,10 +172,9 @@ class _Sinkhorn(Operator):
         ctx.save_for_backward(logits)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
-        dlogits = _bwd(dh, logits, *ctx.recipe.scalars, ctx.backend)
+        dlogits = call_backward(_bwd, dh, logits, *ctx.recipe.scalars, ctx.backend)
         return needed((dlogits,), ctx.needs_input_grad)
 
 
@@ -195,9 +193,10 @@ def sinkhorn(logits: Tensor | None, *, recipe: Recipe) -> Tensor | None:
         if logits is not None:
             raise ValueError("logits must be None: residual='identity' has no residual matrix")
         return None
-    logits = check_tensor("logits", logits)
-    if recipe.residual == "permutation":
-        check_shape("logits", logits, "[..., N!]", (*logits.shape[:-1], recipe.residual_logits))
-    else:
-        check_shape("logits", logits, "[..., N, N]", (*logits.shape[:-2], recipe.streams, recipe.streams))
+    n = recipe.streams
+    axes, sizes = (
+        ("[..., N!]", (recipe.residual_logits,)) if recipe.residual == "permutation" else ("[..., N, N]", (n, n))
+    )
+    logits = check_tensor("logits", logits, axes)
+    check_shape("logits", logits, axes, (*logits.shape[: -len(sizes)], *sizes))
     return _Sinkhorn.apply(logits.contiguous(), recipe, choose("sinkhorn", logits, recipe.streams))
