@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from mhckit import HyperConnection, HyperHead, Recipe, Streams
 
-DIM, HEADS, BLOCKS, CONTEXT, BATCH, STEPS = 96, 4, 3, 64, 16, 450
+DIM, HEADS, BLOCKS, CONTEXT, BATCH, STEPS = 96, 4, 3, 64, 16, 320
 RECIPE = Recipe.preset("deepseek_v4")
 
 
@@ -140,7 +140,7 @@ def mean_mixing_matrix(model: Transformer, index: int) -> Tensor:
 
 
 def main() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # at this size a second thread gains little, and loses much on a busy machine
     console = Console()
     columns = (
         "{task.description:>16}",

@@ -9,7 +9,6 @@ import pickle
 import pytest
 
 from mhckit import Recipe
-from mhckit.ops._register import _recipe_from_scalars
 
 # Written out from the systems' own code and papers, not from recipe.py. What a system does not have is not listed.
 _SOFTMAX = dict(residual="sinkhorn", init="softmax", order="rows", eps=1e-6, eps_mode="add", iterations=20)
@@ -75,10 +74,11 @@ def test_preset_as_published(name: str) -> None:
 def test_preset_round_trips(name: str) -> None:
     recipe = Recipe.preset(name)
     assert recipe.streams == 4
-    assert _recipe_from_scalars(recipe.scalars) == recipe
+    assert Recipe.from_key(recipe.key) == recipe
+    assert Recipe.from_key(recipe.replace(norm_eps=1 / 3).key).norm_eps == 1 / 3
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     assert pickle.loads(pickle.dumps(recipe)).rows == recipe.rows
-    assert copy.deepcopy(recipe).scalars == recipe.scalars
+    assert copy.deepcopy(recipe).key == recipe.key
     assert hash(recipe) == hash(Recipe.preset(name))
     assert Recipe(**dataclasses.asdict(recipe)) == recipe
 
@@ -98,6 +98,15 @@ def test_overrides_and_replace() -> None:
     assert Recipe.preset("mhc_triton").post_scale == 2
     assert Recipe.preset("mhc_triton", dynamic=False).post_scale == 1
     assert Recipe.preset("mhc_triton", dynamic=False, post_scale=3).post_scale == 3
+
+
+def test_key_reads_well_and_is_checked() -> None:
+    assert Recipe().key == ""
+    assert Recipe.preset("hy_v4").key == ("residual=identity norm_eps=1e-05 pre_eps=1e-06 post_eps=1e-06 head=learned")
+    with pytest.raises(ValueError, match="a recipe from another version of mhckit: this one has no field 'future'"):
+        Recipe.from_key("streams=4 future=1")
+    with pytest.raises(ValueError, match="residual='permutation'"):
+        Recipe.from_key("residual=permutation streams=7")
 
 
 def test_frozen() -> None:

@@ -13,6 +13,7 @@ The operators never branch on a preset's name, only on the fields.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -137,20 +138,29 @@ class Recipe:
         return (self.streams, self.streams, *([self.residual_logits] if self.residual_logits else []))
 
     @property
-    def scalars(self) -> tuple[int | float | bool | str, ...]:
-        """Every field in declaration order: the form in which a recipe passes through an operator schema."""
-        return self._scalars  # type: ignore[attr-defined]
+    def key(self) -> str:
+        """The recipe as text, such as "residual=identity norm_eps=1e-05": the fields that differ from the defaults.
+
+        The form in which a recipe passes through an operator schema; ``Recipe.from_key`` reads it back.
+        """
+        return self._key  # type: ignore[attr-defined]
+
+    @classmethod
+    @functools.lru_cache(maxsize=1024)
+    def from_key(cls, key: str) -> Recipe:
+        """The recipe that has this key; fields that the key does not name have their defaults."""
+        return cls(**{name: _parse(name, text) for name, text in (part.split("=") for part in key.split())})
 
     def __post_init__(self) -> None:
         _check_types(self)
         _check_ranges(self)
         _check_combinations(self)
         # Derived once: torch.compile reads them as constants, and operators are called often.
-        object.__setattr__(self, "_scalars", tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+        object.__setattr__(self, "_key", _describe(self))
         object.__setattr__(self, "_residual_logits", _count_residual_logits(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (dataclasses.asdict(self),)
+        return Recipe.from_key, (self.key,)
 
 
 def as_recipe(recipe: Recipe | str) -> Recipe:
@@ -162,9 +172,18 @@ def as_recipe(recipe: Recipe | str) -> Recipe:
     return recipe
 
 
-def _rebuild(fields: dict[str, Any]) -> Recipe:
-    """Unpickle through the constructor: fields that a later version adds get their defaults."""
-    return Recipe(**fields)
+def _describe(recipe: Recipe) -> str:
+    values = {field.name: (getattr(recipe, field.name), field.default) for field in dataclasses.fields(Recipe)}
+    return " ".join(f"{name}={value}" for name, (value, default) in values.items() if value != default)
+
+
+def _parse(name: str, text: str) -> Any:
+    """The value of a field from its text, by the type of the field's default."""
+    defaults = {field.name: field.default for field in dataclasses.fields(Recipe)}
+    if name not in defaults:
+        raise ValueError(f"a recipe from another version of mhckit: this one has no field {name!r}")
+    kind = type(defaults[name])
+    return text == "True" if kind is bool else kind(text)
 
 
 def _count_residual_logits(recipe: Recipe) -> int:

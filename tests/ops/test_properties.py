@@ -136,4 +136,5 @@ def test_tokens_do_not_see_each_other(call: Call, token: int) -> None:
 @given(recipes())
 def test_any_recipe_survives_its_own_description(recipe: Recipe) -> None:
     assert Recipe(**dataclasses.asdict(recipe)) == recipe
+    assert Recipe.from_key(recipe.key) == recipe
     assert recipe.rows == sum(recipe.groups)

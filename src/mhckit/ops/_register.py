@@ -1,8 +1,9 @@
 """The only user of torch.library: one function that turns a reference into a registered operator.
 
-Each operator is registered twice, ``<name>_fwd`` and ``<name>_bwd``, and joined by a thin autograd.Function. Schemas
-are written with ``{recipe}`` where a Recipe goes: it travels as its scalars, and implementations get the Recipe back.
-Every schema ends with the backend chosen by the public function.
+Each operator is registered twice, ``<name>_fwd`` and ``<name>_bwd``, and joined by a thin autograd.Function. A schema
+that ends with ``str recipe`` takes a Recipe as its key, and its implementations get the Recipe back: one readable
+constant instead of twenty, which torch.compile cannot take for symbolic sizes and to which a later version can add
+fields. Every schema is extended by the backend that the public function chose.
 
 Contract of an implementation, reference or kernel:
 - arguments as in the schema, leading dimensions arbitrary, every tensor contiguous, no backend argument;
@@ -13,7 +14,6 @@ Contract of an implementation, reference or kernel:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import inspect
@@ -25,22 +25,17 @@ from torch import Tensor
 
 from mhckit.recipe import Recipe
 
-_SCHEMA_TYPES = {bool: "bool", int: "int", float: "float", str: "str"}
-_RECIPE_FIELDS = dataclasses.fields(Recipe)
-_RECIPE_SCHEMA = ", ".join(f"{_SCHEMA_TYPES[type(field.default)]} {field.name}" for field in _RECIPE_FIELDS)
-
 
 def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define ``mhckit::<name>`` with its implementation for every device and its fake; returns the callable op."""
     qualified = f"mhckit::{name}"
-    takes_recipe = "{recipe}" in schema
-    arguments, returns = schema.format(recipe=_RECIPE_SCHEMA).split(") -> ")
+    arguments, returns = schema.split(") -> ")
+    takes_recipe = arguments.endswith("str recipe")
 
     def unpack(args: tuple[Any, ...]) -> tuple[list[Any], str]:
         *rest, chosen = args
         if takes_recipe:
-            count = len(_RECIPE_FIELDS)
-            rest = [*rest[:-count], _recipe_from_scalars(tuple(rest[-count:]))]
+            rest[-1] = Recipe.from_key(rest[-1])
         return rest, chosen
 
     def run(*args: Any) -> Any:
@@ -153,11 +148,6 @@ class _Backward(Operator):
     @staticmethod
     def backward(ctx: Any, *_grads: Tensor) -> Any:
         raise RuntimeError("mhckit's operators can be differentiated once: second derivatives are not implemented")
-
-
-@functools.lru_cache(maxsize=256)
-def _recipe_from_scalars(scalars: tuple[Any, ...]) -> Recipe:
-    return Recipe(**{field.name: value for field, value in zip(_RECIPE_FIELDS, scalars, strict=True)})
 
 
 @functools.cache

@@ -158,7 +158,7 @@ def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
 
 _fwd = register(
     "activate_fwd",
-    "(Tensor? z, Tensor? mean_square, Tensor? scale, Tensor bias, {recipe})"
+    "(Tensor? z, Tensor? mean_square, Tensor? scale, Tensor bias, str recipe)"
     " -> (Tensor pre, Tensor post, Tensor res_logits)",
     reference=activate_reference,
     fake=_fwd_fake,
@@ -166,7 +166,7 @@ _fwd = register(
 _bwd = register(
     "activate_bwd",
     "(Tensor? dpre, Tensor? dpost, Tensor? dres_logits, Tensor? z, Tensor? mean_square, Tensor? scale, Tensor bias,"
-    " {recipe}) -> (Tensor dz, Tensor dmean_square, Tensor dscale, Tensor dbias)",
+    " str recipe) -> (Tensor dz, Tensor dmean_square, Tensor dscale, Tensor dbias)",
     reference=_bwd_reference,
     fake=_bwd_fake,
 )
@@ -182,7 +182,7 @@ class _Activate(Operator):
         recipe: Recipe,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _fwd(z, mean_square, scale, bias, *recipe.scalars, backend)
+        return _fwd(z, mean_square, scale, bias, recipe.key, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -192,7 +192,7 @@ class _Activate(Operator):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients = call_backward(_bwd, *grads, *ctx.saved_tensors, *ctx.recipe.scalars, ctx.backend)
+        gradients = call_backward(_bwd, *grads, *ctx.saved_tensors, ctx.recipe.key, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

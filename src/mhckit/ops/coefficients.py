@@ -211,7 +211,7 @@ def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
 
 _fwd = register(
     "coefficients_fwd",
-    "(Tensor x, Tensor? phi, Tensor? scale, Tensor bias, Tensor? norm_weight, {recipe})"
+    "(Tensor x, Tensor? phi, Tensor? scale, Tensor bias, Tensor? norm_weight, str recipe)"
     " -> (Tensor pre, Tensor post, Tensor res, Tensor z, Tensor mean_square)",
     reference=_fwd_reference,
     fake=_fwd_fake,
@@ -219,7 +219,7 @@ _fwd = register(
 _bwd = register(
     "coefficients_bwd",
     "(Tensor? dpre, Tensor? dpost, Tensor? dres, Tensor x, Tensor? phi, Tensor? scale, Tensor bias,"
-    " Tensor? norm_weight, Tensor? z, Tensor? mean_square, bool need_phi, {recipe})"
+    " Tensor? norm_weight, Tensor? z, Tensor? mean_square, bool need_phi, str recipe)"
     " -> (Tensor dx, Tensor dphi, Tensor dscale, Tensor dbias, Tensor dnorm_weight)",
     reference=_bwd_reference,
     fake=_bwd_fake,
@@ -237,7 +237,7 @@ class _Coefficients(Operator):
         recipe: Recipe,
         backend: str,
     ) -> tuple[Tensor, ...]:
-        return _fwd(x, phi, scale, bias, norm_weight, *recipe.scalars, backend)
+        return _fwd(x, phi, scale, bias, norm_weight, recipe.key, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -249,7 +249,7 @@ class _Coefficients(Operator):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _, need_phi, _, _, need_norm_weight, *_ = ctx.needs_input_grad
         need_phi = need_phi or need_norm_weight
-        gradients = call_backward(_bwd, *grads[:3], *ctx.saved_tensors, need_phi, *ctx.recipe.scalars, ctx.backend)
+        gradients = call_backward(_bwd, *grads[:3], *ctx.saved_tensors, need_phi, ctx.recipe.key, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -109,7 +109,7 @@ def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
 _fwd = register(
     "enter_fwd",
     "(Tensor x, Tensor? phi, Tensor? scale, Tensor bias, Tensor? norm_weight, Tensor? out_norm_weight,"
-    " float out_norm_eps, ScalarType out_dtype, {recipe})"
+    " float out_norm_eps, ScalarType out_dtype, str recipe)"
     " -> (Tensor x_in, Tensor pre, Tensor post, Tensor res, Tensor z, Tensor mean_square, Tensor u)",
     reference=enter_reference,
     fake=_fwd_fake,
@@ -118,7 +118,7 @@ _bwd = register(
     "enter_bwd",
     "(Tensor? dx_out, Tensor? dx_in, Tensor? dpre, Tensor? dpost, Tensor? dres,"
     " Tensor x, Tensor? phi, Tensor? scale, Tensor bias, Tensor? norm_weight, Tensor? out_norm_weight,"
-    " Tensor? z, Tensor? mean_square, Tensor? u, bool need_phi, bool need_out_norm, {recipe})"
+    " Tensor? z, Tensor? mean_square, Tensor? u, bool need_phi, bool need_out_norm, str recipe)"
     " -> (Tensor dx, Tensor dphi, Tensor dscale, Tensor dbias, Tensor dnorm_weight, Tensor dout_norm_weight)",
     reference=enter_backward,
     fake=_bwd_fake,
@@ -140,7 +140,7 @@ class _Enter(Operator):
         backend: str,
     ) -> tuple[Tensor, ...]:
         parameters = (phi, scale, bias, norm_weight, out_norm_weight)
-        return x.view_as(x), *_fwd(x, *parameters, out_norm_eps, out_dtype, *recipe.scalars, backend)
+        return x.view_as(x), *_fwd(x, *parameters, out_norm_eps, out_dtype, recipe.key, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -152,7 +152,7 @@ class _Enter(Operator):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _, need_phi, _, _, need_norm_weight, need_out_norm, *_ = ctx.needs_input_grad
         needs = (need_phi or need_norm_weight, need_out_norm)
-        gradients = call_backward(_bwd, *grads[:5], *ctx.saved_tensors, *needs, *ctx.recipe.scalars, ctx.backend)
+        gradients = call_backward(_bwd, *grads[:5], *ctx.saved_tensors, *needs, ctx.recipe.key, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -116,7 +116,7 @@ def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
 
 _fwd = register(
     "head_fwd",
-    "(Tensor x, Tensor? fn, Tensor? scale, Tensor? base, Tensor? pre, ScalarType out_dtype, {recipe})"
+    "(Tensor x, Tensor? fn, Tensor? scale, Tensor? base, Tensor? pre, ScalarType out_dtype, str recipe)"
     " -> (Tensor h, Tensor z, Tensor mean_square)",
     reference=head_reference,
     fake=_fwd_fake,
@@ -124,7 +124,7 @@ _fwd = register(
 _bwd = register(
     "head_bwd",
     "(Tensor dh, Tensor x, Tensor? fn, Tensor? scale, Tensor? base, Tensor? pre, Tensor? z, Tensor? mean_square,"
-    " bool need_fn, {recipe}) -> (Tensor dx, Tensor dfn, Tensor dscale, Tensor dbase, Tensor dpre)",
+    " bool need_fn, str recipe) -> (Tensor dx, Tensor dfn, Tensor dscale, Tensor dbase, Tensor dpre)",
     reference=head_backward,
     fake=_bwd_fake,
 )
@@ -142,7 +142,7 @@ class _Head(Operator):
         recipe: Recipe,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _fwd(x, fn, scale, base, pre, out_dtype, *recipe.scalars, backend)
+        return _fwd(x, fn, scale, base, pre, out_dtype, recipe.key, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -155,7 +155,7 @@ class _Head(Operator):
     @staticmethod
     def backward(ctx: Any, dh: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         need_fn = ctx.needs_input_grad[1]
-        gradients = call_backward(_bwd, dh, *ctx.saved_tensors, need_fn, *ctx.recipe.scalars, ctx.backend)
+        gradients = call_backward(_bwd, dh, *ctx.saved_tensors, need_fn, ctx.recipe.key, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

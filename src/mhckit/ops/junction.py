@@ -124,7 +124,7 @@ _INPUTS = (
 )
 _fwd = register(
     "junction_fwd",
-    f"({_INPUTS}, float out_norm_eps, ScalarType out_dtype, {{recipe}}) -> (Tensor y, Tensor x_in, Tensor pre_out,"
+    f"({_INPUTS}, float out_norm_eps, ScalarType out_dtype, str recipe) -> (Tensor y, Tensor x_in, Tensor pre_out,"
     " Tensor post_out, Tensor res_out, Tensor z, Tensor mean_square, Tensor u)",
     reference=junction_reference,
     fake=_fwd_fake,
@@ -132,7 +132,7 @@ _fwd = register(
 _bwd = register(
     "junction_bwd",
     f"(Tensor? dy, Tensor? dx_in, Tensor? dpre_out, Tensor? dpost_out, Tensor? dres_out, {_INPUTS},"
-    " Tensor y, Tensor? z, Tensor? mean_square, Tensor? u, bool need_phi, bool need_out_norm, {recipe})"
+    " Tensor y, Tensor? z, Tensor? mean_square, Tensor? u, bool need_phi, bool need_out_norm, str recipe)"
     " -> (Tensor dx, Tensor df, Tensor df_bias, Tensor dshifted_pre, Tensor dpost, Tensor dres,"
     " Tensor dphi, Tensor dscale, Tensor dbias, Tensor dnorm_weight, Tensor dout_norm_weight)",
     reference=junction_backward,
@@ -161,7 +161,7 @@ class _Junction(Operator):
     ) -> tuple[Tensor, ...]:
         write = (x, f, f_bias, shifted_pre, post, res)
         parameters = (phi, scale, bias, norm_weight, out_norm_weight)
-        return _fwd(*write, *parameters, out_norm_eps, out_dtype, *recipe.scalars, backend)
+        return _fwd(*write, *parameters, out_norm_eps, out_dtype, recipe.key, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -173,7 +173,7 @@ class _Junction(Operator):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         *_write, need_phi, _, _, need_norm_weight, need_out_norm = ctx.needs_input_grad[:11]
         needs = (need_phi or need_norm_weight, need_out_norm)
-        gradients = call_backward(_bwd, *grads[:5], *ctx.saved_tensors, *needs, *ctx.recipe.scalars, ctx.backend)
+        gradients = call_backward(_bwd, *grads[:5], *ctx.saved_tensors, *needs, ctx.recipe.key, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
 

@@ -155,16 +155,16 @@ def _bwd_fake(dh: Tensor, logits: Tensor, recipe: Recipe) -> Tensor:
     return empty(logits, *logits.shape)
 
 
-_fwd = register("sinkhorn_fwd", "(Tensor logits, {recipe}) -> Tensor", reference=sinkhorn_reference, fake=_fwd_fake)
+_fwd = register("sinkhorn_fwd", "(Tensor logits, str recipe) -> Tensor", reference=sinkhorn_reference, fake=_fwd_fake)
 _bwd = register(
-    "sinkhorn_bwd", "(Tensor dres, Tensor logits, {recipe}) -> Tensor", reference=_bwd_reference, fake=_bwd_fake
+    "sinkhorn_bwd", "(Tensor dres, Tensor logits, str recipe) -> Tensor", reference=_bwd_reference, fake=_bwd_fake
 )
 
 
 class _Sinkhorn(Operator):
     @staticmethod
     def forward(logits: Tensor, recipe: Recipe, backend: str) -> Tensor:
-        return _fwd(logits, *recipe.scalars, backend)
+        return _fwd(logits, recipe.key, backend)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -174,7 +174,7 @@ class _Sinkhorn(Operator):
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         (logits,) = ctx.saved_tensors
-        dlogits = call_backward(_bwd, dh, logits, *ctx.recipe.scalars, ctx.backend)
+        dlogits = call_backward(_bwd, dh, logits, ctx.recipe.key, ctx.backend)
         return needed((dlogits,), ctx.needs_input_grad)
 
 
