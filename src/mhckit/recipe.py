@@ -77,6 +77,8 @@ class Recipe:
             through the rounding.
     """
 
+    # The defaults are the paper's. Keys leave them out, so saved models rely on them: a new field may be added with the
+    # value that keeps old recipes as they are, but no default may change.
     streams: int = 4
     residual: ResidualMap = "sinkhorn"
     init: Init = "exp"
