@@ -1,9 +1,9 @@
 """The only user of torch.library: one function that turns a reference into a registered operator.
 
 Each operator is registered twice, ``<name>_fwd`` and ``<name>_bwd``, and joined by a thin autograd.Function. A schema
-that ends with ``str recipe`` takes a Recipe as its key, and its implementations get the Recipe back: one readable
-constant instead of twenty, which torch.compile cannot take for symbolic sizes and to which a later version can add
-fields. Every schema is extended by the backend that the public function chose.
+that ends with ``str recipe`` takes a Recipe as its key, and its implementations get the Recipe back. A key is one
+readable constant: twenty scalars cost more to dispatch, dynamic compilation makes graph inputs of the floats among
+them, and every new field would change every schema. The backend that the public function chose comes last.
 
 Contract of an implementation, reference or kernel:
 - arguments as in the schema, leading dimensions arbitrary, every tensor contiguous, no backend argument;
