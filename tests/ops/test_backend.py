@@ -92,7 +92,11 @@ def test_blocks_nest_and_restore() -> None:
 
 def test_one_block_entered_twice() -> None:
     block = mhckit.backend("reference")
-    with block, mhckit.backend("triton"), block:
+    with block:
+        with mhckit.backend("triton"):
+            with block:
+                assert _backend._active == "reference"
+            assert _backend._active == "triton"
         assert _backend._active == "reference"
     assert _backend._active == "auto"
 
