@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 Backend = Literal["auto", "reference", "triton"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
 MAX_KERNEL_STREAMS = 8
-
-# Operators that have a module of their name in mhckit.kernels.
-KERNELS: frozenset[str] = frozenset()
 
 # A plain global, not a ContextVar or a thread-local: it is the one form that torch.compile reads and guards.
 _active: str = "auto"
@@ -25,8 +23,8 @@ _active: str = "auto"
 class backend:
     """Choose the implementation of every operator called inside a ``with`` block, process-wide.
 
-    ``"auto"`` (the default) takes the Triton kernel for CUDA tensors where the operator has one and the torch
-    reference elsewhere; ``"reference"`` and ``"triton"`` insist, and raise where the choice cannot be met. Activation
+    ``"auto"`` (the default) takes the Triton kernels for CUDA tensors and the torch reference elsewhere;
+    ``"reference"`` and ``"triton"`` insist. What the kernels cannot do raises: nothing falls back by itself. Activation
     checkpointing calls operators again during backward: keep ``loss.backward()`` inside the block, or give modules
     their ``backend`` argument.
     """
@@ -53,12 +51,12 @@ def check_backend(name: Backend) -> Backend:
 
 def choose(operator: str, x: Tensor, streams: int) -> str:
     """``"reference"`` or ``"triton"`` for one call of an operator on streams like x."""
-    if _active == "reference" or (_active == "auto" and (not x.is_cuda or operator not in KERNELS)):
+    if _active == "reference" or (_active == "auto" and not x.is_cuda):
         return "reference"
-    if operator not in KERNELS:
-        raise NotImplementedError(
-            f"backend 'triton': this version has no Triton kernel for {operator!r}; "
-            "use mhckit.backend('reference') or 'auto'"
+    if x.dtype == torch.float64:
+        raise TypeError(
+            f"the Triton kernel of {operator!r} computes in float32, got float64; "
+            "use mhckit.backend('reference') for float64"
         )
     if streams > MAX_KERNEL_STREAMS:
         raise ValueError(

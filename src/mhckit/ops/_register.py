@@ -42,9 +42,11 @@ def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Cal
         rest, chosen = unpack(args)
         # Here, not in Function.backward: torch 2.6's Dynamo mixes up inputs when both sides trace a `contiguous`.
         rest = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in rest]
+        device = next(arg for arg in rest if isinstance(arg, Tensor)).device
         if chosen == "triton":
-            return _kernel(name)(*rest)
-        with _without_autocast(next(arg for arg in rest if isinstance(arg, Tensor)).device.type):
+            with _current(device):
+                return _kernel(name, device.type)(*rest)
+        with _without_autocast(device.type):
             return _contiguous(reference(*rest))
 
     def run_fake(*args: Any) -> Any:
@@ -151,9 +153,24 @@ class _Backward(Operator):
 
 
 @functools.cache
-def _kernel(name: str) -> Callable[..., Any]:
+def _kernel(name: str, device_type: str) -> Callable[..., Any]:
+    """A kernel's launcher, loaded on first use; raises where Triton cannot run it."""
+    try:
+        importlib.import_module("mhckit.kernels._runtime").check(device_type)
+    except ImportError as error:
+        raise RuntimeError(
+            f"the Triton kernel of mhckit::{name} cannot be loaded: {error}; "
+            "install Triton, or use mhckit.backend('reference')"
+        ) from error
     operator = name.rsplit("_", 1)[0]
     return getattr(importlib.import_module(f"mhckit.kernels.{operator}"), name)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels launch on the current device, which need not be the one of the tensors."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:

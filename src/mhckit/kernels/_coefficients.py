@@ -1,0 +1,181 @@
+"""Coefficients of a block of tokens on chip: from the rows of the projection to pre, post and H, and back.
+
+Formulas in ops/activate.py. pre and post are [tokens, padded N]; residual logits [tokens, S, S], or flat [tokens, R]
+for permutation and where the logits themselves are wanted. Padding is 0. MATH is a `_math.Math`.
+"""
+
+import triton
+import triton.language as tl
+
+from ._device import load_float, store_as
+
+
+@triton.jit
+def reciprocal_rms(mean_square, MATH: tl.constexpr):
+    if MATH.norm_eps_inside:
+        return tl.div_rn(1.0, tl.sqrt_rn(mean_square + MATH.norm_eps))
+    else:
+        return tl.div_rn(1.0, tl.sqrt_rn(mean_square) + MATH.norm_eps)
+
+
+@triton.jit
+def reciprocal_rms_backward(dr, mean_square, MATH: tl.constexpr):
+    r = reciprocal_rms(mean_square, MATH)
+    if MATH.norm_eps_inside:
+        return -0.5 * dr * r * r * r
+    else:
+        rms = tl.sqrt_rn(mean_square)
+        return tl.where(rms > 0, tl.div_rn(-0.5 * dr * r * r, tl.where(rms > 0, rms, 1.0)), rms * dr)
+
+
+@triton.jit
+def stream_index(MATH: tl.constexpr):
+    """[1, padded N] and which of them exist."""
+    n = tl.arange(0, MATH.padded_streams)[None, :]
+    return n, n < MATH.streams
+
+
+@triton.jit
+def residual_index(MATH: tl.constexpr):
+    """Where each residual logit lies among a token's, in the shape the residual map wants, and which exist."""
+    if MATH.flat:
+        index = tl.arange(0, MATH.padded_logits)[None, :]
+        return index, index < MATH.logits
+    else:
+        row = tl.arange(0, MATH.padded_streams)[None, :, None]
+        col = tl.arange(0, MATH.padded_streams)[None, None, :]
+        return row * MATH.streams + col, (row < MATH.streams) & (col < MATH.streams)
+
+
+@triton.jit
+def matrix_index(MATH: tl.constexpr):
+    """Where each entry of R, as stored, lies in H [out, in], and which exist."""
+    row = tl.arange(0, MATH.padded_streams)[None, :, None]
+    col = tl.arange(0, MATH.padded_streams)[None, None, :]
+    index = col * MATH.streams + row if MATH.transposed else row * MATH.streams + col
+    return index, (row < MATH.streams) & (col < MATH.streams)
+
+
+@triton.jit
+def beside_residual(value, MATH: tl.constexpr):
+    """[tokens] in a shape that broadcasts against the residual logits."""
+    return value[:, None] if MATH.flat else value[:, None, None]
+
+
+@triton.jit
+def load_group(partials, GROUP: tl.constexpr, index, exists, t, live, splits, T, MATH: tl.constexpr):
+    """A group of z's rows (0 pre, 1 post, 2 residual) for each token: partials [splits, T, P] summed in order."""
+    if GROUP == 2:
+        offsets = beside_residual(t, MATH) * MATH.rows + 2 * MATH.streams + index
+        mask = beside_residual(live, MATH) & exists
+    else:
+        offsets = t[:, None] * MATH.rows + GROUP * MATH.streams + index
+        mask = live[:, None] & exists
+    total = load_float(partials, offsets, mask)
+    for split in range(1, splits):
+        total += load_float(partials, offsets + tl.cast(split, tl.int64) * T * MATH.rows, mask)
+    return total
+
+
+@triton.jit
+def tanh(x):
+    """Exact to rounding near 0 as well, where (1 - e) / (1 + e) cancels."""
+    square = x * x
+    near = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
+    power = tl.exp(-2 * tl.abs(x))
+    far = (1 - power) / (1 + power)
+    return tl.where(square < 0.09, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def activated(z, r, MATH: tl.constexpr):
+    """What scale multiplies: the normalised projection, through tanh if free."""
+    normed = z * r
+    return tanh(normed) if MATH.pre == "free" else normed
+
+
+@triton.jit
+def logits_of(z, r, scale, bias, GROUP: tl.constexpr, index, exists, MATH: tl.constexpr):
+    """Logits of a group, and what scale multiplies in them (static: nothing)."""
+    bias = load_float(bias, GROUP * MATH.streams + index, exists)
+    if MATH.dynamic:
+        inner = activated(z, r, MATH)
+        return inner * tl.load(scale + GROUP).to(tl.float32) + bias, inner
+    else:
+        return z + bias, z
+
+
+@triton.jit
+def sigmoid(x):
+    return tl.div_rn(1.0, 1.0 + tl.exp(-x))
+
+
+@triton.jit
+def pre_of(logits, exists, MATH: tl.constexpr):
+    if MATH.pre == "free":
+        return logits
+    else:
+        pre = tl.where(exists, sigmoid(logits) + MATH.pre_eps, 0.0)
+        if MATH.pre == "normalized":
+            pre = tl.div_rn(pre, tl.sum(pre, 1, keep_dims=True) + MATH.normalized_pre_eps)
+        return pre
+
+
+@triton.jit
+def pre_backward(dpre, logits, exists, MATH: tl.constexpr):
+    if MATH.pre == "free":
+        return dpre
+    else:
+        weight = sigmoid(logits)
+        if MATH.pre == "normalized":
+            raw = tl.where(exists, weight + MATH.pre_eps, 0.0)
+            total = tl.sum(raw, 1, keep_dims=True) + MATH.normalized_pre_eps
+            dpre = tl.div_rn(dpre - tl.div_rn(tl.sum(dpre * raw, 1, keep_dims=True), total), total)
+        return dpre * weight * (1 - weight)
+
+
+@triton.jit
+def post_of(logits, MATH: tl.constexpr):
+    if MATH.post == "free":
+        return logits
+    else:
+        return MATH.post_scale * sigmoid(logits) + MATH.post_eps
+
+
+@triton.jit
+def post_backward(dpost, logits, MATH: tl.constexpr):
+    if MATH.post == "free":
+        return dpost
+    else:
+        weight = sigmoid(logits)
+        return dpost * MATH.post_scale * weight * (1 - weight)
+
+
+@triton.jit
+def group_backward(
+    dlogits, z, inner, r, scale, dz, sums, GROUP: tl.constexpr, index, exists, t, live, P, MATH: tl.constexpr
+):
+    """Finish a group: store dz, and the sums over these tokens of D and of D inner; returns its share of dL/dr."""
+    if GROUP == 2:
+        token, here = beside_residual(t, MATH), beside_residual(live, MATH)
+    else:
+        token, here = t[:, None], live[:, None]
+    row = GROUP * MATH.streams + index
+    dlogits = tl.where(here & exists, dlogits, 0.0)
+    program = tl.program_id(0).to(tl.int64) * 2 * P
+    store_as(sums + program, row, tl.sum(dlogits, 0, keep_dims=True), exists)
+    if MATH.dynamic:
+        store_as(sums + program + P, row, tl.sum(dlogits * inner, 0, keep_dims=True), exists)
+        dnormed = dlogits * tl.load(scale + GROUP).to(tl.float32)
+        if MATH.pre == "free":
+            dnormed = dnormed * (1 - inner * inner)
+        store_as(dz, token * P + row, dnormed * r, here & exists)
+        return _sum_of_token(dnormed * z, GROUP, MATH)
+    else:
+        return tl.zeros((t.shape[0],), tl.float32)
+
+
+@triton.jit
+def _sum_of_token(value, GROUP: tl.constexpr, MATH: tl.constexpr):
+    total = tl.sum(value, 1)
+    return tl.sum(total, 1) if GROUP == 2 and not MATH.flat else total

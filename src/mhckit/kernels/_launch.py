@@ -1,0 +1,95 @@
+"""Launch parameters as data: one frozen value per kernel, from one heuristic per kernel.
+
+They are functions of N, P, C and dtypes alone, never of the number of tokens: a token's result must not depend on its
+batch, and a new batch size must not compile anything.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+FLOAT = torch.float32
+# How float32 operands are multiplied: three tf32 products keep 21 bits or more; AMD has no such mode.
+PRECISION = "ieee" if torch.version.hip else "tf32x3"
+# Channels per partial sum of the projection: fixes the order of sums, and lets one token spread over C/512 programs.
+PROJECTION_WIDTH = 512
+# Tokens per partial sum of a parameter's gradient.
+TOKEN_CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Tile of one program (tokens x channels) and how Triton compiles it."""
+
+    block_t: int
+    block_c: int
+    num_warps: int
+    num_stages: int = 2
+
+    def meta(self) -> dict[str, Any]:
+        return dict(
+            BLOCK_T=self.block_t, BLOCK_C=self.block_c, num_warps=self.num_warps, num_stages=self.num_stages
+        )
+
+
+def tokens_of(x: Tensor) -> tuple[int, int, int]:
+    """T, N, C of streams [..., N, C]."""
+    *lead, streams, channels = x.shape
+    return math.prod(lead), streams, channels
+
+
+def rows_per_block(rows: int) -> int:
+    """Rows of phi that one dot takes: a power of two, at least what tensor cores want."""
+    return min(max(triton.next_power_of_2(rows), 16), 256)
+
+
+def write_launch(streams: int, channels: int) -> Launch:
+    """`post` forward: about a thousand channels of one token, or of a few tokens where C is small."""
+    block_c = min(triton.next_power_of_2(channels), 1024)
+    return Launch(block_t=max(1, 256 // block_c), block_c=block_c, num_warps=4)
+
+
+def write_project_launch(streams: int, channels: int, rows: int, dtype: torch.dtype) -> Launch:
+    """F1 and the projection alone. The wider the accumulators and the streams, the narrower the channel step."""
+    wide = rows > 64 or dtype == FLOAT or streams > 4
+    return Launch(block_t=64, block_c=_channel_step(channels, 32 if wide else 64), num_warps=8)
+
+
+def read_launch(streams: int, channels: int, iterating: bool) -> Launch:
+    """F2: a row of channels in few steps; enough tokens per program to share out Sinkhorn."""
+    block_c = _channel_step(channels, 2048 if streams <= 4 else 1024)
+    return Launch(block_t=16 if iterating else 4, block_c=block_c, num_warps=8)
+
+
+def read_bwd_launch(streams: int, channels: int) -> Launch:
+    """B: sums over channels stay elementwise until the end."""
+    return Launch(block_t=16, block_c=_channel_step(channels, 128 if streams <= 4 else 64), num_warps=8)
+
+
+def streams_bwd_launch(streams: int, channels: int, rows: int, dots: bool) -> Launch:
+    """J: with dots 16 tokens at least, a tensor core's tile; without, the tile of `post`."""
+    if not dots:
+        return Launch(block_t=1, block_c=_channel_step(channels, 1024 if streams <= 4 else 512), num_warps=4)
+    return Launch(block_t=16, block_c=_channel_step(channels, 64 if streams <= 4 else 32), num_warps=4)
+
+
+def parameters_bwd_launch(streams: int, channels: int, rows: int, dtype: torch.dtype) -> Launch:
+    """P: all streams of a channel tile, so accumulators grow with both N and P."""
+    step = max(16, min(64, 8192 // (triton.next_power_of_2(streams) * rows)))
+    return Launch(block_t=32, block_c=_channel_step(channels, step), num_warps=4)
+
+
+def _channel_step(channels: int, most: int) -> int:
+    """A power of two, at least what tensor cores want."""
+    return max(16, min(triton.next_power_of_2(channels), most))
+
+
+def sinkhorn_launch(streams: int) -> Launch:
+    """A matrix entry per thread."""
+    return Launch(block_t=max(1, 256 // triton.next_power_of_2(streams) ** 2), block_c=1, num_warps=4)

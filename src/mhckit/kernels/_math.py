@@ -1,0 +1,125 @@
+"""A Recipe as the kernels see it: one compile-time constant per fact they branch on.
+
+The sizes, the kinds and the epsilons are read inside kernels as ``MATH.streams``, ``MATH.residual == "sinkhorn"`` and
+so on, and cost nothing at run time. Triton tells compiled kernels apart by the repr of their constants, so it is short
+and worked out once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import triton
+
+from mhckit.recipe import Recipe
+
+# Steps of Sinkhorn whose matrices the backward keeps in registers; longer iterations are recomputed in segments.
+MAX_SEGMENT_ITERATIONS = 24
+
+
+@dataclass(frozen=True, repr=False)
+class Math:
+    """Attributes that are not a Recipe's own: the ``padded_*`` sizes are the powers of two that Triton wants.
+
+    pre: "sigmoid", "normalized" or "free"; post: "sigmoid", "free" or "none" (a head has no write weights).
+    residual: the recipe's residual map, "none", or "logits": the logits themselves are wanted.
+    transposed: the matrix is stored [in, out].
+    log_space: Sinkhorn runs on log R. A softmax takes the place of the first row step; with `first_cols` the column
+    step that belongs to it is done beside the `iterations` that follow, in `segments` of `segment_iterations`.
+    """
+
+    name: str
+    streams: int
+    pre: str
+    post: str
+    residual: str
+    logits: int
+    dynamic: bool = True
+    init: str = "exp"
+    rows_first: bool = False
+    log_space: bool = True
+    first_cols: bool = False
+    iterations: int = 1
+    eps: float = 0.0
+    eps_mode: str = "none"
+    transposed: bool = False
+    norm_eps: float = 1e-6
+    norm_eps_inside: bool = True
+    pre_eps: float = 0.0
+    normalized_pre_eps: float = 0.0
+    post_scale: float = 1.0
+    post_eps: float = 0.0
+    round_mix: bool = False
+
+    def __post_init__(self) -> None:
+        segment = max(k for k in range(1, MAX_SEGMENT_ITERATIONS + 1) if max(self.iterations, 1) % k == 0)
+        derived = dict(
+            padded_streams=triton.next_power_of_2(self.streams),
+            padded_logits=triton.next_power_of_2(max(self.logits, 1)),
+            flat=self.residual in ("permutation", "logits"),
+            rows=0 if self.pre == "given" else self.streams * (1 if self.post == "none" else 2) + self.logits,
+            segment_iterations=segment,
+            segments=self.iterations // segment,
+            log_eps=math.log(self.eps) if self.eps else -math.inf,
+        )
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        return f"Math({self.name})"
+
+
+@functools.lru_cache(maxsize=1024)
+def math_of(recipe: Recipe, *, residual: str | None = None) -> Math:
+    """The coefficients of a recipe; with ``residual="logits"`` without the residual map."""
+    free = recipe.residual == "free"
+    residual = residual if residual and recipe.residual_logits else recipe.residual
+    softmax = recipe.init == "softmax"
+    return Math(
+        name=f"{residual}: {recipe.key}",
+        streams=recipe.streams,
+        pre="free" if free else "normalized" if recipe.normalized_pre else "sigmoid",
+        post="free" if free else "sigmoid",
+        residual=residual,
+        logits=recipe.residual_logits,
+        dynamic=recipe.dynamic,
+        init=recipe.init,
+        rows_first=recipe.order == "rows",
+        log_space=recipe.init in ("exp", "exp_minus_max"),
+        first_cols=softmax,
+        iterations=recipe.iterations - softmax,
+        eps=recipe.eps,
+        eps_mode=recipe.eps_mode,
+        transposed=recipe.stored == "in_out",
+        norm_eps=recipe.norm_eps,
+        norm_eps_inside=recipe.norm_eps_position == "inside",
+        pre_eps=recipe.pre_eps,
+        normalized_pre_eps=recipe.normalized_pre_eps,
+        post_scale=recipe.post_scale,
+        post_eps=recipe.post_eps,
+        round_mix=recipe.round_mix and residual != "logits",
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def math_of_head(recipe: Recipe) -> Math:
+    """A learned head: read weights alone, always through a sigmoid and never normalised."""
+    return Math(
+        name=f"head: {recipe.key}",
+        streams=recipe.streams,
+        pre="sigmoid",
+        post="none",
+        residual="none",
+        logits=0,
+        norm_eps=recipe.norm_eps,
+        norm_eps_inside=recipe.norm_eps_position == "inside",
+        pre_eps=recipe.pre_eps,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def math_of_streams(streams: int) -> Math:
+    """No coefficients at all: given weights collapse the streams."""
+    return Math(name=f"streams: {streams}", streams=streams, pre="given", post="none", residual="none", logits=0)

@@ -1,0 +1,155 @@
+"""F1: write a sublayer's output into the streams and project the result, in one pass over it.
+
+    y[t,o,c] = sum_i H[t,o,i] x[t,i,c] + post[t,o] (f[t,c] + b[c])           rounded once
+    partial[s,t,p] = sum_{k in slice s} y[t,k] phi[p,k] w[k]                 square[s,t] = sum_{k in slice s} y[t,k]^2
+
+Either half can be left out: without f nothing is written and x itself is projected; without phi it is `post`. Slices
+are PROJECTION_WIDTH channels of all streams; `_read` adds them up, in order. Reads x and f, writes y: 18C bytes per
+token for 4 streams of 2-byte activations.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mhckit.ops._register import empty
+
+from ._device import (
+    dot_activation,
+    load_float,
+    load_per_token,
+    load_streams,
+    store_as,
+    tokens_of_program,
+    write_stream,
+)
+from ._launch import FLOAT, PRECISION, PROJECTION_WIDTH, rows_per_block, tokens_of, write_launch, write_project_launch
+
+
+@triton.jit(do_not_specialize=["T"])
+def write_project_kernel(
+    x,
+    f,
+    f_bias,
+    post,
+    res,
+    phi,
+    norm_weight,
+    y,
+    partials,
+    squares,
+    T,
+    C,
+    P,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    t, live = tokens_of_program(T, BLOCK_T)
+    split = tl.program_id(1)
+    first_rows = tl.program_id(2) == 0
+    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    if f is not None:
+        post_columns = load_per_token(post, t, live, N)
+        res_columns = () if res is None else load_per_token(res, t, live, N * N)
+    if phi is not None:
+        z = tl.zeros((BLOCK_T, ROWS), tl.float32)
+        square = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+    end = tl.minimum((split + 1) * WIDTH, C)
+    for start in range(split * WIDTH, end, BLOCK_C):
+        c = start + tl.arange(0, BLOCK_C)
+        here = c < end
+        tile = live[:, None] & here[None, :]
+        at = t[:, None] * (N * C) + c[None, :]
+        if f is not None:
+            f_tile = load_float(f, t[:, None] * C + c[None, :], tile)
+            if f_bias is not None:
+                f_tile += load_float(f_bias, c, here)[None, :]
+            streams = load_streams(x, at, tile, C, N)
+        for o in tl.static_range(N):
+            if f is not None:
+                y_tile = write_stream(o, streams, f_tile, post_columns, res_columns, N).to(y.dtype.element_ty)
+                tl.store(y + at + o * C, y_tile, mask=tile & first_rows)
+            else:
+                y_tile = tl.load(x + at + o * C, mask=tile, other=0.0)
+            if phi is not None:
+                k = o * C + c
+                columns = load_float(
+                    phi, rows[None, :].to(tl.int64) * (N * C) + k[:, None], (rows < P)[None, :] & here[:, None]
+                )
+                if norm_weight is not None:
+                    columns *= load_float(norm_weight, k, here)[:, None]
+                z = dot_activation(y_tile, columns, z, PRECISION)
+                wide = tl.where(tile, y_tile.to(tl.float32), 0.0)
+                square += wide * wide
+    if phi is not None:
+        slot = tl.cast(split, tl.int64) * T + t
+        store_as(partials, slot[:, None] * P + rows[None, :], z, live[:, None] & (rows < P)[None, :])
+        store_as(squares, slot, tl.sum(square, 1), live & first_rows)
+
+
+class Projection(NamedTuple):
+    """Partial sums of z [splits, T, P] and of the squares [splits, T]."""
+
+    z: Tensor
+    squares: Tensor
+
+
+def write(x: Tensor, f: Tensor, f_bias: Tensor | None, post: Tensor, res: Tensor | None) -> Tensor:
+    """y alone."""
+    T, N, C = tokens_of(x)
+    y = empty(x, *x.shape)
+    launch = write_launch(N, C)
+    grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, launch.block_c), 1)
+    write_project_kernel[grid](
+        x, f, f_bias, post, res, None, None, y, None, None, T, C, 0,
+        N=N, WIDTH=launch.block_c, ROWS=1, PRECISION=PRECISION, **launch.meta(),
+    )  # fmt: skip
+    return y
+
+
+def project_partials(x: Tensor, phi: Tensor, norm_weight: Tensor | None) -> Projection:
+    return _project(x, None, None, None, None, phi, norm_weight, None)
+
+
+def write_project(
+    x: Tensor,
+    f: Tensor,
+    f_bias: Tensor | None,
+    post: Tensor,
+    res: Tensor | None,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+) -> tuple[Tensor, Projection]:
+    y = empty(x, *x.shape)
+    return y, _project(x, f, f_bias, post, res, phi, norm_weight, y)
+
+
+def _project(
+    x: Tensor,
+    f: Tensor | None,
+    f_bias: Tensor | None,
+    post: Tensor | None,
+    res: Tensor | None,
+    phi: Tensor,
+    norm_weight: Tensor | None,
+    y: Tensor | None,
+) -> Projection:
+    T, N, C = tokens_of(x)
+    P = phi.shape[0]
+    splits, rows = triton.cdiv(C, PROJECTION_WIDTH), rows_per_block(P)
+    partials = Projection(empty(phi, splits, T, P, dtype=FLOAT), empty(phi, splits, T, dtype=FLOAT))
+    launch = write_project_launch(N, C, rows, x.dtype)
+    grid = (triton.cdiv(T, launch.block_t), splits, triton.cdiv(P, rows))
+    write_project_kernel[grid](
+        x, f, f_bias, post, res, phi, norm_weight, y, *partials, T, C, P,
+        N=N, WIDTH=PROJECTION_WIDTH, ROWS=rows, PRECISION=PRECISION, **launch.meta(),
+    )  # fmt: skip
+    return partials

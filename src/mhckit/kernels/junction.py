@@ -1,0 +1,82 @@
+"""Kernels of `junction`: F1, F2; B, J, P."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mhckit.ops._read import empty_read
+from mhckit.ops._register import pack
+from mhckit.ops.coefficients import Parameters
+from mhckit.recipe import Recipe
+
+from ._math import math_of
+from ._parameters_bwd import sum_rows
+from ._read_half import read_half_bwd, read_half_fwd
+from ._streams_bwd import Write, write_streams_bwd
+from ._write_project import write, write_project
+
+
+def junction_fwd(
+    x: Tensor,
+    f: Tensor,
+    f_bias: Tensor | None,
+    shifted_pre: Tensor | None,
+    post: Tensor,
+    res: Tensor | None,
+    phi: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    out_norm_weight: Tensor | None,
+    out_norm_eps: float,
+    out_dtype: torch.dtype,
+    recipe: Recipe,
+) -> tuple[Tensor, ...]:
+    if phi is None:
+        y, projection = write(x, f, f_bias, post, res), None
+    else:
+        y, projection = write_project(x, f, f_bias, post, res, phi, norm_weight)
+    results = empty_read(x, out_norm_weight, out_dtype, recipe)
+    weights = "pre" if shifted_pre is None else shifted_pre
+    parameters = Parameters(phi, scale, bias, norm_weight)
+    read_half_fwd(y, projection, parameters, weights, out_norm_weight, out_norm_eps, results, math_of(recipe))
+    return y, *results
+
+
+def junction_bwd(
+    g: Tensor | None,
+    dx_in: Tensor | None,
+    dpre: Tensor | None,
+    dpost: Tensor | None,
+    dres: Tensor | None,
+    x: Tensor,
+    f: Tensor,
+    f_bias: Tensor | None,
+    shifted_pre: Tensor | None,
+    post: Tensor,
+    res: Tensor | None,
+    phi: Tensor | None,
+    scale: Tensor | None,
+    bias: Tensor,
+    norm_weight: Tensor | None,
+    out_norm_weight: Tensor | None,
+    y: Tensor,
+    z: Tensor | None,
+    mean_square: Tensor | None,
+    u: Tensor | None,
+    need_phi: bool,
+    need_out_norm: bool,
+    recipe: Recipe,
+) -> tuple[Tensor, ...]:
+    read = read_half_bwd(
+        dx_in, (dpre, dpost, dres), y, Parameters(phi, scale, bias, norm_weight),
+        "pre" if shifted_pre is None else shifted_pre,
+        out_norm_weight, z, mean_square, u, need_phi, need_out_norm, math_of(recipe),
+    )  # fmt: skip
+    dx, df, df_sums, dpost_in, dres_in = write_streams_bwd(
+        x, g, read.collapse, read.projection, Write(f, f_bias, post, res)
+    )
+    df_bias = None if f_bias is None or df_sums is None else sum_rows(df_sums, like=f_bias)
+    write_gradients = (dx, df, df_bias, read.weights, dpost_in, dres_in)
+    return pack((*write_gradients, *read.parameters, read.out_norm_weight), otherwise=x)

@@ -1,0 +1,54 @@
+"""Kernels of `project`: F1 without a write-back, and the sums of its slices; J and P without the rest."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mhckit.ops._register import empty, pack
+
+from ._device import load_float, store_as, tokens_of_program
+from ._launch import FLOAT, tokens_of
+from ._parameters_bwd import phi_gradients
+from ._streams_bwd import CollapseGradient, ProjectionGradient, read_streams_bwd
+from ._write_project import project_partials
+
+
+@triton.jit(do_not_specialize=["T", "splits"])
+def _sum_splits_kernel(
+    partials, squares, z, mean_square, T, splits, width, P, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr
+):
+    t, live = tokens_of_program(T, BLOCK_T)
+    p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+    tile = live[:, None] & (p < P)[None, :]
+    total = load_float(partials, t[:, None] * P + p[None, :], tile)
+    square = load_float(squares, t, live)
+    for split in range(1, splits):
+        slot = tl.cast(split, tl.int64) * T + t
+        total += load_float(partials, slot[:, None] * P + p[None, :], tile)
+        square += load_float(squares, slot, live)
+    store_as(z, t[:, None] * P + p[None, :], total, tile)
+    store_as(mean_square, t, tl.div_rn(square, width), live & (tl.program_id(1) == 0))
+
+
+def project_fwd(x: Tensor, phi: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    (T, N, C), lead, P = tokens_of(x), x.shape[:-2], phi.shape[0]
+    z, mean_square = empty(x, *lead, P, dtype=FLOAT), empty(x, *lead, dtype=FLOAT)
+    partials = project_partials(x, phi, norm_weight)
+    grid = (triton.cdiv(T, 32), triton.cdiv(P, 32))
+    _sum_splits_kernel[grid](
+        *partials, z, mean_square, T, partials.z.shape[0], float(N * C), P, BLOCK_T=32, BLOCK_P=32
+    )
+    return z, mean_square
+
+
+def project_bwd(
+    dz: Tensor | None, dms: Tensor | None, x: Tensor, phi: Tensor, norm_weight: Tensor | None, need_phi: bool
+) -> tuple[Tensor, ...]:
+    lead, (_T, N, C) = x.shape[:-2], tokens_of(x)
+    dz = x.new_zeros(*lead, phi.shape[0], dtype=FLOAT) if dz is None else dz
+    k = x.new_zeros(lead, dtype=FLOAT) if dms is None else dms * (2 / (N * C))
+    dx = read_streams_bwd(x, None, CollapseGradient(), ProjectionGradient(dz, k, phi, norm_weight))
+    dphi, dnorm_weight, _ = phi_gradients(x, dz, phi, norm_weight) if need_phi else (None, None, None)
+    return pack((dx, dphi, dnorm_weight), otherwise=x)
