@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ def kernel_of_expand(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     module.__dict__.update(expand_fwd=expand_fwd, expand_bwd=expand_bwd)
     monkeypatch.setitem(sys.modules, "mhckit.kernels.expand", module)
-    monkeypatch.setattr(_backend, "KERNELS", frozenset({"expand"}))
+    anywhere = types.ModuleType("mhckit.kernels._runtime")
+    anywhere.__dict__.update(check=lambda device_type: None)
+    monkeypatch.setitem(sys.modules, "mhckit.kernels._runtime", anywhere)
     _register._kernel.cache_clear()
     yield ran
     _register._kernel.cache_clear()
@@ -68,15 +72,79 @@ def test_auto_and_reference_run_the_reference_on_a_cpu(kernel_of_expand: list[st
     assert kernel_of_expand == []
 
 
-def test_missing_kernel_raises_instead_of_falling_back() -> None:
-    with mhckit.backend("triton"), pytest.raises(NotImplementedError, match="no Triton kernel for 'expand'"):
-        mhckit.expand(torch.randn(3, 5), 4)
-
-
-def test_too_many_streams_for_a_kernel(kernel_of_expand: list[str]) -> None:
-    with mhckit.backend("triton"), pytest.raises(ValueError, match=r"at most 8 streams, got 9"):
-        mhckit.expand(torch.randn(3, 5), 9)
+def test_what_kernels_cannot_do_raises_instead_of_falling_back(kernel_of_expand: list[str]) -> None:
+    with mhckit.backend("triton"):
+        with pytest.raises(ValueError, match=r"at most 8 streams: 'expand' got 9; use mhckit.backend\('reference'\)"):
+            mhckit.expand(torch.randn(3, 5), 9)
+        with pytest.raises(TypeError, match=r"compute in float32: 'expand' got float64; use mhckit.backend"):
+            mhckit.expand(torch.randn(3, 5, dtype=torch.float64), 4)
+        with pytest.raises(TypeError, match="'activate' got float64"):
+            mhckit.activate(
+                torch.randn(3, 24, dtype=torch.float64), torch.rand(3), torch.ones(3), torch.zeros(24), recipe=Recipe()
+            )
+    assert kernel_of_expand == []
     assert mhckit.expand(torch.randn(3, 5), 9).shape == (3, 9, 5)
+
+
+def _fresh(code: str, **environment: str) -> None:
+    """Run code in a process where no test has touched Triton or the environment."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=kept | environment)
+
+
+def test_kernels_need_a_gpu_or_the_interpreter() -> None:
+    code = """
+import torch, mhckit
+try:
+    with mhckit.backend("triton"):
+        print(mhckit.explain(torch.ones(3, 4, 5)))
+        mhckit.expand(torch.ones(3, 5), 4)
+except RuntimeError as error:
+    assert "needs CUDA tensors, got tensors on 'cpu'; use mhckit.backend('auto')" in str(error), error
+else:
+    raise AssertionError("ran without a GPU")
+"""
+    _fresh(code)
+
+
+def test_kernels_without_triton() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch, mhckit
+try:
+    with mhckit.backend("triton"):
+        mhckit.expand(torch.ones(3, 5), 4)
+except RuntimeError as error:
+    assert "install Triton, or use mhckit.backend('reference')" in str(error), error
+else:
+    raise AssertionError("ran without Triton")
+"""
+    _fresh(code)
+
+
+def test_kernels_with_an_old_triton() -> None:
+    code = """
+import torch, triton, mhckit
+triton.__version__ = "3.2.0"
+try:
+    with mhckit.backend("triton"):
+        mhckit.expand(torch.ones(3, 5), 4)
+except RuntimeError as error:
+    assert "need Triton 3.6 or newer" in str(error) and "got 3.2.0" in str(error), error
+else:
+    raise AssertionError("ran with an old Triton")
+"""
+    _fresh(code)
+
+
+def test_explain(kernel_of_expand: list[str]) -> None:
+    x = torch.randn(3, 4, 5)
+    assert mhckit.explain(x) == "torch reference: backend is 'auto' and x is float32 on cpu"
+    with mhckit.backend("triton"):
+        assert mhckit.explain(x.bfloat16()) == "Triton kernels: backend is 'triton' and x is bfloat16 on cpu"
+        assert mhckit.explain(x.double()).startswith("raises: backend is 'triton' and x is float64 on cpu, but the")
+        assert "at most 8 streams" in mhckit.explain(torch.randn(3, 9, 5))
 
 
 def test_blocks_nest_and_restore() -> None:
@@ -111,8 +179,8 @@ def test_unknown_backend() -> None:
 def test_module_argument() -> None:
     streams = Streams(torch.randn(3, 4, 8))
     HyperConnection(8, backend="reference")(streams)
-    with pytest.raises(NotImplementedError, match="no Triton kernel for 'enter'"):
-        HyperConnection(8, backend="triton")(streams)
+    with pytest.raises(TypeError, match="compute in float32: 'enter' got float64"):
+        HyperConnection(8, backend="triton")(Streams(streams.x.double()))
     assert _backend._active == "auto"
     with mhckit.backend("triton"):
         HyperConnection(8, backend="reference")(streams)

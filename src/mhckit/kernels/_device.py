@@ -16,6 +16,15 @@ def tokens_of_program(T, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
+def channels_exist(c, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Which channels of a tile exist: all of them, known to the compiler, where tiles divide C."""
+    if C % BLOCK_C == 0:
+        return tl.full(c.shape, True, tl.int1)
+    else:
+        return c < C
+
+
+@triton.jit
 def load_float(pointer, offsets, mask):
     return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
 
@@ -27,7 +36,7 @@ def store_as(pointer, offsets, value, mask):
 
 
 @triton.jit
-def load_streams(x, offsets, mask, C, N: tl.constexpr):
+def load_streams(x, offsets, mask, C: tl.constexpr, N: tl.constexpr):
     """The tiles of N streams whose first is at offsets."""
     tiles = ()
     for i in tl.static_range(N):
@@ -91,17 +100,24 @@ def from_columns(columns, COUNT: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def dot_activation(activation, wide, accumulator, PRECISION: tl.constexpr):
-    """accumulator + activation @ wide, where wide is float32 and as good as exact.
+def bfloat16_parts(wide):
+    """Three bfloat16 tensors whose sum is wide: 8 bits of mantissa each hold the 24 of float32."""
+    high = wide.to(tl.bfloat16)
+    wide = wide - high.to(tl.float32)
+    middle = wide.to(tl.bfloat16)
+    return high, middle, (wide - middle.to(tl.float32)).to(tl.bfloat16)
 
-    bfloat16 has 8 bits of mantissa, float32 24: three bfloat16 parts hold all of wide, and the products are exact.
-    float16 lacks the range for that, so it goes the way of float32, through tf32x3 (or ieee where that is missing).
+
+@triton.jit
+def dot_activation(activation, wide, accumulator, PRECISION: tl.constexpr):
+    """accumulator + activation @ wide, where wide is float32 and loses nothing beside a bfloat16 activation.
+
+    float16 lacks the range for such parts, so it goes the way of float32: tf32x3 (or ieee where that is missing).
     """
     if activation.dtype == tl.bfloat16:
-        for _ in tl.static_range(3):
-            part = wide.to(tl.bfloat16)
-            accumulator = tl.dot(activation, part, accumulator)
-            wide = wide - part.to(tl.float32)
+        parts = bfloat16_parts(wide)
+        for k in tl.static_range(3):
+            accumulator = tl.dot(activation, parts[k], accumulator)
     else:
         accumulator = tl.dot(activation.to(tl.float32), wide, accumulator, input_precision=PRECISION)
     return accumulator

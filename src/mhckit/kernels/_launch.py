@@ -25,7 +25,7 @@ TOKEN_CHUNK = 2048
 
 @dataclass(frozen=True)
 class Launch:
-    """Tile of one program (tokens x channels) and how Triton compiles it."""
+    """Tile of one program (tokens x channels), its warps, and how many steps of its loop are in flight."""
 
     block_t: int
     block_c: int
@@ -33,9 +33,7 @@ class Launch:
     num_stages: int = 2
 
     def meta(self) -> dict[str, Any]:
-        return dict(
-            BLOCK_T=self.block_t, BLOCK_C=self.block_c, num_warps=self.num_warps, num_stages=self.num_stages
-        )
+        return dict(BLOCK_T=self.block_t, BLOCK_C=self.block_c, STAGES=self.num_stages, num_warps=self.num_warps)
 
 
 def tokens_of(x: Tensor) -> tuple[int, int, int]:
@@ -46,7 +44,7 @@ def tokens_of(x: Tensor) -> tuple[int, int, int]:
 
 def rows_per_block(rows: int) -> int:
     """Rows of phi that one dot takes: a power of two, at least what tensor cores want."""
-    return min(max(triton.next_power_of_2(rows), 16), 256)
+    return min(max(triton.next_power_of_2(max(rows, 1)), 16), 256)
 
 
 def write_launch(streams: int, channels: int) -> Launch:
@@ -57,8 +55,7 @@ def write_launch(streams: int, channels: int) -> Launch:
 
 def write_project_launch(streams: int, channels: int, rows: int, dtype: torch.dtype) -> Launch:
     """F1 and the projection alone. The wider the accumulators and the streams, the narrower the channel step."""
-    wide = rows > 64 or dtype == FLOAT or streams > 4
-    return Launch(block_t=64, block_c=_channel_step(channels, 32 if wide else 64), num_warps=8)
+    return Launch(block_t=64, block_c=16, num_warps=4, num_stages=3)
 
 
 def read_launch(streams: int, channels: int, iterating: bool) -> Launch:
@@ -72,11 +69,17 @@ def read_bwd_launch(streams: int, channels: int) -> Launch:
     return Launch(block_t=16, block_c=_channel_step(channels, 128 if streams <= 4 else 64), num_warps=8)
 
 
-def streams_bwd_launch(streams: int, channels: int, rows: int, dots: bool) -> Launch:
-    """J: with dots 16 tokens at least, a tensor core's tile; without, the tile of `post`."""
+def streams_bwd_launch(streams: int, channels: int, dots: bool) -> Launch:
+    """J: with dots 16 tokens at least, a tensor core's tile; without, the tile of `post`.
+
+    A thread holds the N^2 + 2N coefficients of two tokens. Masked tiles and more streams leave fewer registers for the
+    rest, and phi fewer bytes of shared memory for loads in flight.
+    """
     if not dots:
         return Launch(block_t=1, block_c=_channel_step(channels, 1024 if streams <= 4 else 512), num_warps=4)
-    return Launch(block_t=16, block_c=_channel_step(channels, 64 if streams <= 4 else 32), num_warps=4)
+    if streams > 4:
+        return Launch(block_t=16, block_c=_channel_step(channels, 32), num_warps=8, num_stages=1)
+    return Launch(block_t=16, block_c=_channel_step(channels, 64 if channels % 64 == 0 else 32), num_warps=8)
 
 
 def parameters_bwd_launch(streams: int, channels: int, rows: int, dtype: torch.dtype) -> Launch:

@@ -1,7 +1,7 @@
 """P: gradients of parameters, which are sums over tokens.
 
     V[p,k] = sum_t dz[t,p] y[t,k]          dphi = V w      dw[k] = sum_p phi[p,k] V[p,k]       (w folded into phi)
-    dg[c]  = sum_t e[t,c] a[t,c] u[t]                                                          (g the norm of x_in)
+    dn[c]  = sum_t e[t,c] u[t] a[t,c]                                                          (n the norm of x_in)
     dbias  = sum_t D        dscale[group] = sum_t sum_{p in group} D z r        db = sum_t df
 
 Tokens are summed in chunks of fixed length into slots of their own, and the slots in order: no atomics, and the same
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mhckit.ops._register import empty
 
-from ._device import collapse, dot_activation, load_float, load_per_token, store_as
+from ._device import channels_exist, collapse, dot_activation, load_float, load_per_token, store_as
 from ._launch import FLOAT, PRECISION, TOKEN_CHUNK, parameters_bwd_launch, rows_per_block, tokens_of
 from ._math import Math
 
@@ -28,11 +28,10 @@ def chunk_sums_kernel(
     dz,
     dx_in,
     read_weights,
-    u,
     phi_sums,
     norm_sums,
     T,
-    C,
+    C: tl.constexpr,
     P,
     N: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -40,9 +39,10 @@ def chunk_sums_kernel(
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    here = c < C
+    here = channels_exist(c, C, BLOCK_C)
     chunk = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     if phi_sums is not None:
@@ -51,7 +51,7 @@ def chunk_sums_kernel(
             V = V + (tl.zeros((BLOCK_C, ROWS), tl.float32),)
     if norm_sums is not None:
         norm_sum = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, T), BLOCK_T):
+    for start in tl.range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, T), BLOCK_T, num_stages=STAGES):
         t = start + tl.arange(0, BLOCK_T)
         live = t < T
         tile = live[:, None] & here[None, :]
@@ -69,9 +69,9 @@ def chunk_sums_kernel(
         if phi_sums is not None:
             V = next_V
         if norm_sums is not None:
-            a = collapse(load_per_token(read_weights, t, live, N), streams, N)
+            normed = collapse(load_per_token(read_weights, t, live, N), streams, N)
             e = load_float(dx_in, t[:, None] * C + c[None, :], tile)
-            norm_sum += e * a * load_float(u, t, live)[:, None]
+            norm_sum += e * normed
     if phi_sums is not None:
         inside = here[:, None] & (rows < P)[None, :]
         for i in tl.static_range(N):
@@ -143,21 +143,21 @@ def phi_gradients(
     phi: Tensor | None,
     norm_weight: Tensor | None,
     *,
-    out_norm: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+    out_norm: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dphi and dnorm_weight (if dz is given), and the gradient of the norm of x_in.
 
-    out_norm: the weight of that norm, dL/dx_in, the read weights and u, where its gradient is wanted.
+    out_norm: the weight of that norm, dL/dx_in and the read weights times u, where its gradient is wanted.
     """
     T, N, C = tokens_of(y)
     chunks, P = triton.cdiv(T, TOKEN_CHUNK), 0 if dz is None else phi.shape[0]
-    rows = min(rows_per_block(max(P, 1)), 64)
+    rows = min(rows_per_block(P), 64)
     phi_sums = None if dz is None else empty(y, chunks, P, N * C, dtype=FLOAT)
     norm_sums = None if out_norm is None else empty(y, chunks, C, dtype=FLOAT)
     launch = parameters_bwd_launch(N, C, rows, y.dtype)
     grid = (triton.cdiv(C, launch.block_c), chunks, max(triton.cdiv(P, rows), 1))
     chunk_sums_kernel[grid](
-        y, dz, *((None, None, None) if out_norm is None else out_norm[1:]), phi_sums, norm_sums, T, C, P,
+        y, dz, *((None, None) if out_norm is None else out_norm[1:]), phi_sums, norm_sums, T, C, P,
         N=N, CHUNK=TOKEN_CHUNK, ROWS=rows, PRECISION=PRECISION, **launch.meta(),
     )  # fmt: skip
     dout_norm_weight = None if out_norm is None else sum_rows(norm_sums, like=out_norm[0])

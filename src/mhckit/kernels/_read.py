@@ -26,7 +26,7 @@ from ._coefficients import (
     residual_index,
     stream_index,
 )
-from ._device import load_float, store_as, tokens_of_program
+from ._device import channels_exist, collapse, load_float, load_streams, store_as, tokens_of_program
 from ._launch import read_launch, tokens_of
 from ._math import Math
 from ._residual import residual_map
@@ -50,7 +50,7 @@ def read_kernel(
     mean_square,
     u,
     T,
-    C,
+    C: tl.constexpr,
     splits,
     width,
     norm_eps,
@@ -59,6 +59,7 @@ def read_kernel(
     WEIGHTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     if MATH.rows > 0:
         t, live = tokens_of_program(T, BLOCK_T)
@@ -69,7 +70,7 @@ def read_kernel(
         first = tl.program_id(0).to(tl.int64) * BLOCK_T
         for t in range(first, tl.minimum(first + BLOCK_T, T)):
             _collapse_row(y, pre if WEIGHTS == "pre" else weights, norm_weight, x_in, u, t, C, norm_eps, constant,
-                          MATH.streams, WEIGHTS, BLOCK_C)  # fmt: skip
+                          MATH.streams, WEIGHTS, BLOCK_C, STAGES)  # fmt: skip
 
 
 @triton.jit
@@ -130,8 +131,8 @@ def _logits(
 
 @triton.jit
 def _collapse_row(
-    y, weights, norm_weight, x_in, u, t, C, norm_eps, constant, N: tl.constexpr, WEIGHTS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    y, weights, norm_weight, x_in, u, t, C: tl.constexpr, norm_eps, constant, N: tl.constexpr, WEIGHTS: tl.constexpr,
+    BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = ()
     for i in tl.static_range(N):
@@ -143,28 +144,28 @@ def _collapse_row(
             weight = tl.load(weights + t * N + i).to(tl.float32)
         columns = columns + (weight,)
     if norm_weight is None:
-        for start in range(0, C, BLOCK_C):
+        for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
             c = start + tl.arange(0, BLOCK_C)
-            store_as(x_in, t * C + c, _collapse(y, columns, t, c, C, N), c < C)
+            here = channels_exist(c, C, BLOCK_C)
+            store_as(x_in, t * C + c, _collapse(y, columns, t, c, here, C, N), here)
     else:
         square = tl.zeros((BLOCK_C,), tl.float32)
-        for start in range(0, C, BLOCK_C):
-            a = _collapse(y, columns, t, start + tl.arange(0, BLOCK_C), C, N)
-            square += a * a
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(square, 0), 1.0 * C) + norm_eps))
-        store_as(u, t, inverse, True)
-        for start in range(0, C, BLOCK_C):
+        for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
             c = start + tl.arange(0, BLOCK_C)
-            scaled = _collapse(y, columns, t, c, C, N) * inverse * load_float(norm_weight, c, c < C)
-            store_as(x_in, t * C + c, scaled, c < C)
+            a = _collapse(y, columns, t, c, channels_exist(c, C, BLOCK_C), C, N)
+            square += a * a
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(square, 0) / C + norm_eps))
+        store_as(u, t, inverse, True)
+        for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
+            c = start + tl.arange(0, BLOCK_C)
+            here = channels_exist(c, C, BLOCK_C)
+            scaled = _collapse(y, columns, t, c, here, C, N) * inverse * load_float(norm_weight, c, here)
+            store_as(x_in, t * C + c, scaled, here)
 
 
 @triton.jit
-def _collapse(y, weights, t, c, C, N: tl.constexpr):
-    total = weights[0] * load_float(y, t * (N * C) + c, c < C)
-    for i in tl.static_range(1, N):
-        total += weights[i] * load_float(y, (t * N + i) * C + c, c < C)
-    return total
+def _collapse(y, weights, t, c, here, C: tl.constexpr, N: tl.constexpr):
+    return collapse(weights, load_streams(y, t * (N * C) + c, here, C, N), N)
 
 
 def read(

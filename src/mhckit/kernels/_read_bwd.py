@@ -1,12 +1,12 @@
 """B: the backward of a read, up to where the streams come in: one pass over them and the gradient of x_in.
 
-    with e = dL/dx_in:   q_i = sum_c e y_i            or, with a norm weight g, q_i = sum_c e g y_i and s_i = sum_c a y_i
-                         dw_i = q_i                   or  dw_i = u q_i - b s_i,    b = u^3/C sum_i w_i q_i
+    with e = dL/dx_in:   q_i = sum_c e y_i           or, with a norm weight n, q_i = sum_c e n y_i and s_i = sum_c a y_i
+                         dw_i = q_i                  or  dw_i = u (q_i - u b s_i),    b = u/C sum_i w_i q_i
     D = dL/dlogits from dw, dpost and dH, through the sigmoids and the residual map
     dz = D scale r      k = 2/K dL/dms      sums over this program's tokens of D and of D z r
 
-so that the gradient of y, in `_streams_bwd`, is  g + w_i d + dz phi + k y  with d = e, or u g e - b a. The iteration of
-Sinkhorn runs again on chip. Reads y and e: 10C bytes per token for 4 streams of 2-byte activations.
+so that the gradient of y, in `_streams_bwd`, is  g + w_i d + dz phi + k y  with d = e; with a norm, with u w_i in place
+of w_i, d = n e - b (u a). The iteration of Sinkhorn runs again on chip. Reads y and e: 10C bytes per token for 4 streams of 2-byte activations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ from ._coefficients import (
     residual_index,
     stream_index,
 )
-from ._device import collapse, columns_of, from_columns, load_float, load_streams, store_as, tokens_of_program
+from ._device import (
+    channels_exist,
+    collapse,
+    columns_of,
+    from_columns,
+    load_float,
+    load_streams,
+    store_as,
+    tokens_of_program,
+)
 from ._launch import read_bwd_launch
 from ._math import Math
 from ._residual import residual_map_backward
@@ -56,14 +65,16 @@ def read_bwd_kernel(
     dweights,
     sums,
     T,
-    C,
+    C: tl.constexpr,
     k_factor,
     MATH: tl.constexpr,
     WEIGHTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     N: tl.constexpr = MATH.streams
+    PADDED: tl.constexpr = MATH.padded_streams
     t, live = tokens_of_program(T, BLOCK_T)
     n, is_stream = stream_index(MATH)
     at, here = t[:, None] * N + n, live[:, None] & is_stream
@@ -82,9 +93,10 @@ def read_bwd_kernel(
     elif WEIGHTS == "given":
         w = load_float(weights, at, here)
     if WEIGHTS != "none":
+        dw, share = _collapse_backward(y, dx_in, norm_weight, u, w, t, live, C, MATH, BLOCK_T, BLOCK_C, STAGES)
         if read_weights is not None:
-            store_as(read_weights, at, w, here)
-        dw, share = _collapse_backward(y, dx_in, norm_weight, u, w, t, live, C, MATH, BLOCK_T, BLOCK_C)
+            scaled = w * load_float(u, t, live)[:, None] if norm_weight is not None else w
+            store_as(read_weights, at, scaled, here)
         if norm_share is not None:
             store_as(norm_share, t, share, live)
         if dweights is not None:
@@ -92,7 +104,7 @@ def read_bwd_kernel(
 
     if MATH.rows > 0:
         dr = tl.zeros((BLOCK_T,), tl.float32)
-        given_pre = tl.zeros((BLOCK_T, MATH.padded_streams), tl.float32)
+        given_pre = tl.zeros((BLOCK_T, PADDED), tl.float32)
         if dpre is not None:
             given_pre = load_float(dpre, at, here)
         if WEIGHTS == "pre":
@@ -119,10 +131,11 @@ def _load_rows(z, GROUP: tl.constexpr, index, exists, t, live, T, MATH: tl.const
 
 @triton.jit
 def _post_backward(dpost, z, r, scale, bias, dz, sums, t, live, T, MATH: tl.constexpr, BLOCK_T: tl.constexpr):
+    PADDED: tl.constexpr = MATH.padded_streams
     n, is_stream = stream_index(MATH)
     rows = _load_rows(z, 1, n, is_stream, t, live, T, MATH)
     logits, inner = logits_of(rows, r[:, None], scale, bias, 1, n, is_stream, MATH)
-    gradient = tl.zeros((BLOCK_T, MATH.padded_streams), tl.float32)
+    gradient = tl.zeros((BLOCK_T, PADDED), tl.float32)
     if dpost is not None:
         gradient = load_float(dpost, t[:, None] * MATH.streams + n, live[:, None] & is_stream)
     dlogits = post_backward(gradient, logits, MATH)
@@ -151,27 +164,30 @@ def _residual_backward(dres, z, r, scale, bias, dz, sums, t, live, T, MATH: tl.c
 
 @triton.jit
 def _collapse_backward(
-    y, dx_in, norm_weight, u, w, t, live, C, MATH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr
+    y, dx_in, norm_weight, u, w, t, live, C: tl.constexpr, MATH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """dL/dw [tokens, padded N], and b, the share of a in the gradient d of the collapsed vector."""
+    """dL/dw [tokens, padded N], and b, the share of u a in the gradient d of the collapsed vector."""
     N: tl.constexpr = MATH.streams
+    PADDED: tl.constexpr = MATH.padded_streams
     NORM: tl.constexpr = norm_weight is not None
     share = tl.zeros((BLOCK_T,), tl.float32)
     if dx_in is None:
-        return tl.zeros((BLOCK_T, MATH.padded_streams), tl.float32), share
+        return tl.zeros((BLOCK_T, PADDED), tl.float32), share
     weights = columns_of(w, N)
     with_e = ()
     with_a = ()
     for _ in tl.static_range(N):
         with_e = with_e + (tl.zeros((BLOCK_T, BLOCK_C), tl.float32),)
         with_a = with_a + (tl.zeros((BLOCK_T, BLOCK_C if NORM else 1), tl.float32),)
-    for start in range(0, C, BLOCK_C):
+    for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
         c = start + tl.arange(0, BLOCK_C)
-        tile = live[:, None] & (c < C)[None, :]
+        here = channels_exist(c, C, BLOCK_C)
+        tile = live[:, None] & here[None, :]
         e = load_float(dx_in, t[:, None] * C + c[None, :], tile)
         streams = load_streams(y, t[:, None] * (N * C) + c[None, :], tile, C, N)
         if NORM:
-            e *= load_float(norm_weight, c, c < C)[None, :]
+            e *= load_float(norm_weight, c, here)[None, :]
             a = collapse(weights, streams, N)
         next_e = ()
         next_a = ()
@@ -186,11 +202,11 @@ def _collapse_backward(
     for i in tl.static_range(N):
         q = q + (tl.sum(with_e[i], 1),)
         s = s + (tl.sum(with_a[i], 1),)
-    dw = from_columns(q, N, MATH.padded_streams)
+    dw = from_columns(q, N, PADDED)
     if NORM:
         inverse = load_float(u, t, live)
-        share = tl.sum(w * dw, 1) * inverse * inverse * inverse / (1.0 * C)
-        dw = inverse[:, None] * dw - share[:, None] * from_columns(s, N, MATH.padded_streams)
+        share = tl.sum(w * dw, 1) * inverse / C
+        dw = inverse[:, None] * (dw - (inverse * share)[:, None] * from_columns(s, N, PADDED))
     return dw, share
 
 

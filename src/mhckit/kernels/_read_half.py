@@ -22,6 +22,13 @@ from ._streams_bwd import CollapseGradient, ProjectionGradient
 from ._write_project import Projection
 
 
+def read_weights_of_backward(y: Tensor, weights: Tensor | str, norm_weight: Tensor | None) -> Tensor:
+    """Where B leaves the read weights, times u with a norm, for J and P: given weights without a norm serve as are."""
+    if isinstance(weights, Tensor) and norm_weight is None:
+        return weights
+    return empty(y, *y.shape[:-1], dtype=FLOAT)
+
+
 class ReadGradients(NamedTuple):
     """The parts of G (see `_streams_bwd`), and the gradients that are finished already."""
 
@@ -73,7 +80,7 @@ def read_half_bwd(
     collapses = dx_in is not None
     dz = None if phi is None else empty(y, *lead, math.rows, dtype=FLOAT)
     k = None if phi is None else empty(y, *lead, dtype=FLOAT)
-    read_weights = weights if given else empty(y, *lead, N, dtype=FLOAT) if collapses else None
+    read_weights = read_weights_of_backward(y, weights, out_norm_weight) if collapses else None
     norm_share = empty(y, *lead, dtype=FLOAT) if collapses and out_norm_weight is not None else None
     dweights = empty(weights, *weights.shape) if given else None
     programs = -(-T // read_bwd_launch(N, C).block_t)
@@ -81,12 +88,12 @@ def read_half_bwd(
     read_bwd(
         y, dx_in, *dmix, z, mean_square, scale, bias, math,
         tokens=T, channels=C, weights=weights, norm_weight=out_norm_weight, u=u,
-        dz=dz, dmean_square=k, k_factor=2 / (N * C), read_weights=None if given else read_weights,
+        dz=dz, dmean_square=k, k_factor=2 / (N * C), read_weights=None if read_weights is weights else read_weights,
         norm_share=norm_share, dweights=dweights, sums=sums,
     )  # fmt: skip
     dphi = dnorm_weight = dout_norm_weight = None
     need_phi, need_out_norm = need_phi and phi is not None, need_out_norm and out_norm_weight is not None
-    out_norm = (out_norm_weight, dx_in, read_weights, u) if need_out_norm and collapses else None
+    out_norm = (out_norm_weight, dx_in, read_weights) if need_out_norm and collapses else None
     if need_phi or out_norm is not None:
         dphi, dnorm_weight, dout_norm_weight = phi_gradients(
             y, dz if need_phi else None, phi, norm_weight, out_norm=out_norm
@@ -95,7 +102,7 @@ def read_half_bwd(
         dout_norm_weight = out_norm_weight.new_zeros(C)
     dscale, dbias = scale_and_bias(sums, scale, bias, math)
     return ReadGradients(
-        CollapseGradient(dx_in, read_weights, out_norm_weight, u, norm_share) if collapses else CollapseGradient(),
+        CollapseGradient(dx_in, read_weights, out_norm_weight, norm_share) if collapses else CollapseGradient(),
         ProjectionGradient(dz, k, phi, norm_weight),
         dweights,
         ParameterGradients(dphi, dscale, dbias, dnorm_weight),

@@ -186,10 +186,11 @@ def _permuted_columns(MATH: tl.constexpr):
 def _permutation(weights, MATH: tl.constexpr):
     """sum_k weights[k] P_k"""
     N: tl.constexpr = MATH.streams
-    row_index = tl.arange(0, MATH.padded_streams)[None, :, None]
-    col_index = tl.arange(0, MATH.padded_streams)[None, None, :]
+    PADDED: tl.constexpr = MATH.padded_streams
+    row_index = tl.arange(0, PADDED)[None, :, None]
+    col_index = tl.arange(0, PADDED)[None, None, :]
     columns = _permuted_columns(MATH)
-    matrix = tl.zeros((weights.shape[0], MATH.padded_streams, MATH.padded_streams), tl.float32)
+    matrix = tl.zeros((weights.shape[0], PADDED, PADDED), tl.float32)
     for row in tl.static_range(N):
         for c in tl.static_range(N):
             entry = tl.sum(tl.where((columns[row] == c)[None, :], weights, 0.0), 1)
@@ -201,10 +202,11 @@ def _permutation(weights, MATH: tl.constexpr):
 def _permutation_backward(dmatrix, MATH: tl.constexpr):
     """dL/dweights[k] = sum of dmatrix over the ones of P_k"""
     N: tl.constexpr = MATH.streams
+    WEIGHTS: tl.constexpr = MATH.padded_logits
     row_index = tl.arange(0, MATH.padded_streams)[None, :, None]
     col_index = tl.arange(0, MATH.padded_streams)[None, None, :]
     columns = _permuted_columns(MATH)
-    dweights = tl.zeros((dmatrix.shape[0], MATH.padded_logits), tl.float32)
+    dweights = tl.zeros((dmatrix.shape[0], WEIGHTS), tl.float32)
     for row in tl.static_range(N):
         for c in tl.static_range(N):
             entry = tl.sum(tl.sum(tl.where((row_index == row) & (col_index == c), dmatrix, 0.0), 2), 1)

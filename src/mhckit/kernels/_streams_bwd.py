@@ -1,13 +1,13 @@
 """J: the gradient of the streams from all of their uses, and through the write-back, in one pass.
 
     G[t,o,c] = g[t,o,c] + w[t,o] d[t,c] + sum_p dz[t,p] phi[p,oC+c] + k[t] y[t,o,c]
-    d = e,  or with a norm weight:  d = u weight e - b a,   a = sum_i w_i y_i
+    d = e,  or with a norm weight n:  d = n e - b sum_i w_i y_i
     without a write-back:  dx = G
     with one:  dx[t,i,c] = sum_o H[t,o,i] G[t,o,c]     df[t,c] = sum_o post[t,o] G[t,o,c]
                dH[t,o,i] = sum_c G[t,o,c] x[t,i,c]     dpost[t,o] = sum_c G[t,o,c] (f[t,c] + b[c])
                y recomputed from x and f, rounded as in forward
 
-Every part of G is optional. dz, k, w and b come from `_read_bwd`. G itself is never stored. Reads g, d, x and f, writes
+Every part of G is optional. dz, k, w (times u, with a norm) and b come from `_read_bwd`. G itself is never stored. Reads g, d, x and f, writes
 dx and df: 30C bytes per token for 4 streams of 2-byte activations.
 """
 
@@ -22,6 +22,8 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import (
+    bfloat16_parts,
+    channels_exist,
     collapse,
     fold,
     folded_zeros,
@@ -42,7 +44,6 @@ def streams_bwd_kernel(
     dx_in,
     read_weights,
     norm_weight,
-    u,
     norm_share,
     dz,
     k_share,
@@ -59,7 +60,7 @@ def streams_bwd_kernel(
     dpost,
     dres,
     T,
-    C,
+    C: tl.constexpr,
     P,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -69,16 +70,16 @@ def streams_bwd_kernel(
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     t, live = tokens_of_program(T, BLOCK_T)
     if dx_in is not None:
         weights = load_per_token(read_weights, t, live, N)
         if norm_weight is not None:
-            inverse = load_float(u, t, live)[:, None]
             share = load_float(norm_share, t, live)[:, None]
     if phi is not None:
         k = load_float(k_share, t, live)[:, None]
-        dz_blocks = _load_dz(dz, t, live, P, ROW_BLOCKS, ROWS)
+        dz_blocks = _load_dz(dz, t, live, P, ROW_BLOCKS, ROWS, dx.dtype.element_ty == tl.bfloat16)
     if f is not None:
         post_columns = load_per_token(post, t, live, N)
         res_columns = () if res is None else load_per_token(res, t, live, N * N)
@@ -90,9 +91,9 @@ def streams_bwd_kernel(
     else:
         begin = tl.program_id(1) * WIDTH
         end = tl.minimum(begin + WIDTH, C)
-    for start in range(begin, end, BLOCK_C):
+    for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
         c = start + tl.arange(0, BLOCK_C)
-        here = c < C
+        here = channels_exist(c, C, BLOCK_C)
         tile = live[:, None] & here[None, :]
         at = t[:, None] * (N * C) + c[None, :]
         if x is not None:
@@ -100,14 +101,13 @@ def streams_bwd_kernel(
         if f is not None:
             f_tile = load_float(f, t[:, None] * C + c[None, :], tile)
             if f_bias is not None:
-                f_tile = tl.where(tile, f_tile + load_float(f_bias, c, here)[None, :], 0.0)
+                f_tile += load_float(f_bias, c, here)[None, :]
         if phi is not None or norm_weight is not None:
             y = streams if f is None else _rounded_writes(streams, f_tile, post_columns, res_columns, x, N)
         if dx_in is not None:
             d = load_float(dx_in, t[:, None] * C + c[None, :], tile)
             if norm_weight is not None:
-                d *= load_float(norm_weight, c, here)[None, :] * inverse
-                d -= share * collapse(weights, y, N)
+                d = load_float(norm_weight, c, here)[None, :] * d - share * collapse(weights, y, N)
         next_sums = ()
         for o in tl.static_range(N):
             G = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
@@ -149,11 +149,13 @@ def streams_bwd_kernel(
 
 
 @triton.jit
-def _load_dz(dz, t, live, P, ROW_BLOCKS: tl.constexpr, ROWS: tl.constexpr):
+def _load_dz(dz, t, live, P, ROW_BLOCKS: tl.constexpr, ROWS: tl.constexpr, IN_PARTS: tl.constexpr):
+    """dz in blocks of rows, each in parts beside bfloat16 activations: products of parts take fewer registers."""
     blocks = ()
     for block in tl.static_range(ROW_BLOCKS):
         p = block * ROWS + tl.arange(0, ROWS)
-        blocks = blocks + (load_float(dz, t[:, None] * P + p[None, :], live[:, None] & (p < P)[None, :]),)
+        rows = load_float(dz, t[:, None] * P + p[None, :], live[:, None] & (p < P)[None, :])
+        blocks = blocks + ((bfloat16_parts(rows) if IN_PARTS else (rows,)),)
     return blocks
 
 
@@ -167,7 +169,13 @@ def _dot_phi(
         rows = load_float(phi, p[:, None].to(tl.int64) * K + k[None, :], (p < P)[:, None] & here[None, :])
         if phi_weight is not None:
             rows *= load_float(phi_weight, k, here)[None, :]
-        G = tl.dot(dz_blocks[block], rows, G, input_precision=PRECISION)
+        if len(dz_blocks[block]) == 1:
+            G = tl.dot(dz_blocks[block][0], rows, G, input_precision=PRECISION)
+        else:
+            parts = bfloat16_parts(rows)
+            for i in tl.static_range(3):
+                for j in tl.static_range(3 - i):
+                    G = tl.dot(dz_blocks[block][i], parts[j], G)
     return G
 
 
@@ -190,12 +198,11 @@ def _add_mixed(tiles, G, res, o: tl.constexpr, N: tl.constexpr):
 
 
 class CollapseGradient(NamedTuple):
-    """The part of G that comes through x_in: e, the read weights, and with a norm its weight, u and b."""
+    """The part of G that comes through x_in: e, the read weights, and with a norm its weight and b."""
 
     dx_in: Tensor | None = None
     read_weights: Tensor | None = None
     norm_weight: Tensor | None = None
-    u: Tensor | None = None
     norm_share: Tensor | None = None
 
 
@@ -231,7 +238,7 @@ def write_streams_bwd(
     """dx, df, partial sums of df over tokens if there is a bias, dpost, dres."""
     f, f_bias, post, res = write
     T, N, C = tokens_of(x)
-    launch = _launch_parameters(N, C, projection.phi)
+    launch = streams_bwd_launch(N, C, dots=projection.phi is not None)
     gradients = (
         empty(x, *x.shape),
         empty(f, *f.shape),
@@ -243,23 +250,23 @@ def write_streams_bwd(
     return gradients
 
 
-def _launch_parameters(N: int, C: int, phi: Tensor | None):
-    return streams_bwd_launch(N, C, 0 if phi is None else phi.shape[0], dots=phi is not None)
-
-
-def _launch(like, g, collapse, projection, streams, gradients) -> None:
+def _launch(
+    like: Tensor,
+    g: Tensor | None,
+    collapse: CollapseGradient,
+    projection: ProjectionGradient,
+    streams: tuple[Tensor | None, ...],
+    gradients: tuple[Tensor | None, ...],
+) -> None:
     T, N, C = tokens_of(like)
-    phi = projection.phi
-    P = 0 if phi is None else phi.shape[0]
-    rows = min(rows_per_block(max(P, 1)), 64)
-    launch = _launch_parameters(N, C, phi)
-    writes = streams[1] is not None
+    P = 0 if projection.phi is None else projection.phi.shape[0]
+    rows = min(rows_per_block(P), 64)
+    launch = streams_bwd_launch(N, C, dots=P > 0)
     # A write-back sums over all channels of a token; a read alone can share them out.
+    writes = streams[1] is not None
     width = 0 if writes else max(launch.block_c, min(512, triton.next_power_of_2(C)))
-    grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, width) if width else 1)
-    mma_warps = min(launch.num_warps, launch.block_c // 8) if phi is not None else 0
-    streams_bwd_kernel[grid](
+    streams_bwd_kernel[(triton.cdiv(T, launch.block_t), triton.cdiv(C, width) if width else 1)](
         g, *collapse, *projection, *streams, *gradients, T, C, P,
-        N=N, WIDTH=width, ROW_BLOCKS=triton.cdiv(P, rows), ROWS=rows, MMA_WARPS=mma_warps, PRECISION=PRECISION,
-        **launch.meta(),
+        N=N, WIDTH=width, ROW_BLOCKS=triton.cdiv(P, rows), ROWS=rows,
+        MMA_WARPS=min(launch.num_warps, launch.block_c // 8) if P else 0, PRECISION=PRECISION, **launch.meta(),
     )  # fmt: skip

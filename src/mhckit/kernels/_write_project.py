@@ -19,6 +19,7 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import (
+    channels_exist,
     dot_activation,
     load_float,
     load_per_token,
@@ -43,7 +44,7 @@ def write_project_kernel(
     partials,
     squares,
     T,
-    C,
+    C: tl.constexpr,
     P,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -51,6 +52,7 @@ def write_project_kernel(
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     t, live = tokens_of_program(T, BLOCK_T)
     split = tl.program_id(1)
@@ -62,10 +64,10 @@ def write_project_kernel(
     if phi is not None:
         z = tl.zeros((BLOCK_T, ROWS), tl.float32)
         square = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    end = tl.minimum((split + 1) * WIDTH, C)
-    for start in range(split * WIDTH, end, BLOCK_C):
+    end = tl.minimum((split + 1) * WIDTH, C)  # WIDTH is a multiple of BLOCK_C
+    for start in tl.range(split * WIDTH, end, BLOCK_C, num_stages=STAGES):
         c = start + tl.arange(0, BLOCK_C)
-        here = c < end
+        here = channels_exist(c, C, BLOCK_C)
         tile = live[:, None] & here[None, :]
         at = t[:, None] * (N * C) + c[None, :]
         if f is not None:

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from mhckit.ops._register import empty
 
-from ._device import load_float, store_as, tokens_of_program
+from ._device import channels_exist, load_float, store_as, tokens_of_program
 from ._launch import tokens_of, write_launch
 from ._math import math_of_streams
 from ._read import read
 
 
 @triton.jit(do_not_specialize=["T"])
-def broadcast_kernel(h, x, T, C, factor, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
+def broadcast_kernel(h, x, T, C: tl.constexpr, factor, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr):
     t, live = tokens_of_program(T, BLOCK_T)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    tile = live[:, None] & (c < C)[None, :]
+    tile = live[:, None] & channels_exist(c, C, BLOCK_C)[None, :]
     value = load_float(h, t[:, None] * C + c[None, :], tile) * factor
     for n in tl.static_range(N):
         store_as(x, (t[:, None] * N + n) * C + c[None, :], value, tile)
@@ -29,7 +29,7 @@ def broadcast(h: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
     T, N, C = tokens_of(x)
     launch = write_launch(N, C)
     grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, launch.block_c))
-    broadcast_kernel[grid](h, x, T, C, factor, N=N, **launch.meta())
+    broadcast_kernel[grid](h, x, T, C, factor, N=N, BLOCK_T=launch.block_t, BLOCK_C=launch.block_c, num_warps=launch.num_warps)
     return x
 
 

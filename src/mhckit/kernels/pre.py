@@ -12,6 +12,7 @@ from ._math import math_of_streams
 from ._parameters_bwd import phi_gradients
 from ._read import read
 from ._read_bwd import read_bwd
+from ._read_half import read_weights_of_backward
 from ._streams_bwd import CollapseGradient, ProjectionGradient, read_streams_bwd
 
 
@@ -32,15 +33,17 @@ def pre_bwd(
     dx_in: Tensor, x: Tensor, pre: Tensor, norm_weight: Tensor | None, u: Tensor | None, need_norm_weight: bool
 ) -> tuple[Tensor, ...]:
     (T, N, C), lead = tokens_of(x), x.shape[:-2]
+    read_weights = read_weights_of_backward(x, pre, norm_weight)
     norm_share = None if norm_weight is None else empty(x, *lead, dtype=FLOAT)
     dpre = empty(pre, *pre.shape)
     read_bwd(
         x, dx_in, None, None, None, None, None, None, None, math_of_streams(N),
         tokens=T, channels=C, weights=pre, norm_weight=norm_weight, u=u, norm_share=norm_share, dweights=dpre,
+        read_weights=None if read_weights is pre else read_weights,
     )  # fmt: skip
-    collapse = CollapseGradient(dx_in, pre, norm_weight, u, norm_share)
+    collapse = CollapseGradient(dx_in, read_weights, norm_weight, norm_share)
     dx = read_streams_bwd(x, None, collapse, ProjectionGradient())
     dnorm_weight = None
-    if norm_weight is not None and u is not None and need_norm_weight:
-        _, _, dnorm_weight = phi_gradients(x, None, None, None, out_norm=(norm_weight, dx_in, pre, u))
+    if norm_weight is not None and need_norm_weight:
+        _, _, dnorm_weight = phi_gradients(x, None, None, None, out_norm=(norm_weight, dx_in, read_weights))
     return pack((dx, dpre, dnorm_weight), otherwise=absent(x))

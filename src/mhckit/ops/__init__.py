@@ -1,6 +1,6 @@
 """The operators: contracts, references and registration. Imports torch alone; Triton is loaded by name on first use."""
 
-from ._backend import backend
+from ._backend import backend, explain
 from .activate import activate
 from .coefficients import coefficients
 from .enter import enter
@@ -21,6 +21,7 @@ __all__ = [
     "coefficients",
     "enter",
     "expand",
+    "explain",
     "head",
     "junction",
     "leave",

@@ -6,6 +6,7 @@ backward of a call uses what its forward used, on whatever thread autograd runs 
 
 from __future__ import annotations
 
+import importlib
 from typing import Literal, get_args
 
 import torch
@@ -51,16 +52,35 @@ def check_backend(name: Backend) -> Backend:
 
 def choose(operator: str, x: Tensor, streams: int) -> str:
     """``"reference"`` or ``"triton"`` for one call of an operator on streams like x."""
-    if _active == "reference" or (_active == "auto" and not x.is_cuda):
+    if _wants_reference(x):
         return "reference"
     if x.dtype == torch.float64:
-        raise TypeError(
-            f"the Triton kernel of {operator!r} computes in float32, got float64; "
-            "use mhckit.backend('reference') for float64"
-        )
+        raise TypeError(f"{_NO_FLOAT64}: {operator!r} got float64; {_INSTEAD}")
     if streams > MAX_KERNEL_STREAMS:
-        raise ValueError(
-            f"the Triton kernel of {operator!r} takes at most {MAX_KERNEL_STREAMS} streams, got {streams}; "
-            "use mhckit.backend('reference')"
-        )
+        raise ValueError(f"{_FEW_STREAMS}: {operator!r} got {streams}; {_INSTEAD}")
     return "triton"
+
+
+def explain(x: Tensor) -> str:
+    """Which implementation runs on streams like x [..., N, C], and why, in a sentence.
+
+    Says so too where a call would raise, and what to do about it.
+    """
+    what = f"x is {str(x.dtype).removeprefix('torch.')} on {x.device}"
+    if _wants_reference(x):
+        return f"torch reference: backend is {_active!r} and {what}"
+    try:
+        choose("explain", x, x.shape[-2])
+        importlib.import_module("mhckit.kernels._runtime").check(x.device.type)
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        return f"raises: backend is {_active!r} and {what}, but {error}"
+    return f"Triton kernels: backend is {_active!r} and {what}"
+
+
+_NO_FLOAT64 = "the Triton kernels compute in float32"
+_FEW_STREAMS = f"the Triton kernels take at most {MAX_KERNEL_STREAMS} streams"
+_INSTEAD = "use mhckit.backend('reference')"
+
+
+def _wants_reference(x: Tensor) -> bool:
+    return _active == "reference" or (_active == "auto" and not x.is_cuda)

@@ -1,0 +1,24 @@
+"""What compute-sanitizer watches: every operator once, on sizes that divide no tile. Run by test_sanitizer.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "kernels")]
+from accuracy import run
+from recipes import every_recipe
+
+from mhckit.testing import OPERATORS, make_call
+
+RECIPES = every_recipe()
+for operator in OPERATORS:
+    for name in ("deepseek_v4", "mhc_lite") if operator in ("junction", "enter", "sinkhorn") else ("deepseek_v4",):
+        for dtype in (torch.bfloat16, torch.float32):
+            call = make_call(operator, RECIPES[name], lead=(19,), channels=133, dtype=dtype, device="cuda")
+            results = run(call, "triton")
+            assert not any(value.isnan().any() for value in results.values())
+torch.cuda.synchronize()
+print("every operator ran")

@@ -1,0 +1,73 @@
+"""Sizes of real models: accuracy there, and tensors past the reach of 32-bit offsets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accuracy import assert_accurate, run
+from recipes import every_recipe
+
+import mhckit
+from mhckit import Recipe
+from mhckit.testing import Call, make_call
+
+RECIPES = every_recipe()
+DEEPSEEK = RECIPES["deepseek_v4"]
+
+
+def _call(operator: str, recipe: Recipe = DEEPSEEK, **options) -> Call:
+    return make_call(operator, recipe, device="cuda", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("tokens", "channels"), [(513, 4096), (129, 7168), (257, 2560), (67, 5129), (33, 12288)])
+@pytest.mark.parametrize("operator", ["enter", "junction", "leave", "head"])
+def test_sizes_of_models(operator: str, tokens: int, channels: int, dtype: torch.dtype) -> None:
+    call = _call(operator, lead=(tokens,), channels=channels, dtype=dtype)
+    assert_accurate(call, relative=1e-5 if dtype == torch.float32 else None)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_at_size(name: str) -> None:
+    assert_accurate(_call("junction", RECIPES[name], lead=(300,), channels=1536, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 5, 6, 7, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_number_of_streams_at_size(streams: int, dtype: torch.dtype) -> None:
+    call = _call("junction", DEEPSEEK.replace(streams=streams), lead=(300,), channels=1536, dtype=dtype)
+    assert_accurate(call, relative=1e-5 if dtype == torch.float32 else None)
+
+
+def test_many_tokens() -> None:
+    """Several chunks in the sums over tokens."""
+    assert_accurate(_call("junction", lead=(9001,), channels=320, dtype=torch.bfloat16))
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    """The last tokens of 2^31 + elements get the bits they get alone, and nothing is written elsewhere."""
+    tokens, channels, few = 2**31 // (4 * 2048) + 100, 2048, 64
+    small = _call("junction", lead=(few,), channels=channels, dtype=torch.bfloat16)
+    want = run(small, "triton")
+    repeats = -(-tokens // few)
+    per_token = ("x", "f", "mix_pre", "mix_post", "mix_res")
+    big = {n: t.repeat(repeats, *[1] * (t.ndim - 1)) if n in per_token else t for n, t in small.tensors.items()}
+    assert big["x"].numel() > 2**31
+    leaves = {n: t.detach().requires_grad_(n in ("x", "f", "phi", "mix_res")) for n, t in big.items()}
+    with mhckit.backend("triton"):
+        outputs = Call("junction", small.recipe, leaves)()
+    cotangents = {}
+    generator = torch.Generator().manual_seed(11)
+    for i, output in enumerate(outputs):
+        shape = (few, *output.shape[1:])
+        cotangent = torch.randn(shape, generator=generator).bfloat16().to(output)
+        cotangents[i] = cotangent.repeat(repeats, *[1] * (output.ndim - 1))
+        for block in (output[:few], output[-few:]):
+            assert torch.equal(block, want[f"output {i}"]), i
+    torch.autograd.backward(outputs, list(cotangents.values()))
+    for name in ("x", "f", "mix_res"):
+        gradient = leaves[name].grad
+        assert gradient is not None
+        for block in (gradient[:few], gradient[-few:]):
+            assert torch.equal(block, want[f"d{name}"]), name
+    torch.testing.assert_close(leaves["phi"].grad / repeats, want["dphi"], rtol=1e-3, atol=1e-3)

@@ -1,0 +1,81 @@
+"""Kernels judged against the reference in float64, by the error torch itself makes at the same dtype.
+
+For a call, its outputs and the gradients of all its arguments must be at most twice as far from the float64 result as
+the reference run at the call's dtypes, plus one rounding. Torch's error is the worst over a few orders of the tokens:
+sums over tokens end in a handful of numbers, whose errors are a matter of luck in any single order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import mhckit
+from mhckit.testing import Call, relative_error
+
+PARAMETERS = ("phi", "scale", "bias", "norm_weight", "out_norm_weight", "f_bias", "fn", "base")
+ORDERS = 12
+
+
+def run(call: Call, backend: str, cotangents: list[Tensor] | None = None) -> dict[str, Tensor]:
+    """Outputs and gradients by name, for seeded gradients of the outputs that are exact in every dtype."""
+    call = call.requires_grad()
+    with mhckit.backend(backend):  # type: ignore[arg-type]
+        outputs = call()
+        if cotangents is None:
+            cotangents = cotangents_of(call, outputs)
+        torch.autograd.backward(outputs, [c.to(o.dtype) for c, o in zip(cotangents, outputs, strict=True)])
+    results = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+    return results | {f"d{name}": t.grad for name, t in call.tensors.items() if t.grad is not None}
+
+
+def cotangents_of(call: Call, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randn(o.shape, generator=generator).bfloat16().to(o.device) for o in outputs]
+
+
+def assert_accurate(call: Call, *, relative: float | None = None) -> None:
+    """See the module; `relative` bounds the relative error of every result as well."""
+    got = run(call, "triton")
+    exact = run(call.to(lambda tensor: tensor.double()), "reference")
+    torchs = [_run_in_order(call, order) for order in range(ORDERS)]
+    assert got.keys() == exact.keys()
+    for name, value in got.items():
+        assert value.dtype == torchs[0][name].dtype and value.shape == exact[name].shape, name
+        allowed = 2 * max(_error(results[name], exact[name]) for results in torchs)
+        allowed += torch.finfo(value.dtype).eps * (float(exact[name].abs().max()) if value.numel() else 0)
+        error = _error(value, exact[name])
+        assert error <= allowed, f"{name}: error {error:.3g} against float64, {allowed:.3g} allowed"
+        if relative is not None:
+            assert relative_error(value, exact[name]) <= relative, name
+
+
+def _run_in_order(call: Call, seed: int) -> dict[str, Tensor]:
+    """The reference on permuted tokens, its per-token results put back in place."""
+    tokens = next(t.shape[0] for name, t in call.tensors.items() if name not in PARAMETERS) if _has_tokens(call) else 0
+    if seed == 0 or not tokens:
+        return run(call, "reference")
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+    permuted = Call(
+        call.operator,
+        call.recipe,
+        {name: t if name in PARAMETERS else t[order.to(t.device)] for name, t in call.tensors.items()},
+    )
+    with mhckit.backend("reference"), torch.no_grad():
+        outputs = permuted()
+    cotangents = [c[order.to(c.device)] for c in cotangents_of(call, outputs)]
+    results = run(permuted, "reference", cotangents)
+    back = order.argsort()
+    return {
+        name: value if name.removeprefix("d") in PARAMETERS else value[back.to(value.device)]
+        for name, value in results.items()
+    }
+
+
+def _has_tokens(call: Call) -> bool:
+    return any(name not in PARAMETERS for name in call.tensors)
+
+
+def _error(value: Tensor, exact: Tensor) -> float:
+    """NaN fails every bound, and so does an infinity."""
+    return float((value.double() - exact).abs().max()) if value.numel() else 0.0

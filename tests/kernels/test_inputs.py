@@ -1,0 +1,161 @@
+"""What kernels are given: no tokens, one token, other layouts, offsets, missing gradients, NaN, round_mix."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from accuracy import assert_accurate, run
+from recipes import every_recipe
+
+import mhckit
+from mhckit.testing import OPERATORS, Call, make_call
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RECIPES = every_recipe()
+each_operator = pytest.mark.parametrize("operator", OPERATORS)
+
+
+def _call(operator: str, name: str = "deepseek_v4", **options) -> Call:
+    return make_call(operator, RECIPES[name], device=DEVICE, **{"channels": 37, "dtype": torch.bfloat16, **options})
+
+
+@each_operator
+@pytest.mark.parametrize("name", ["deepseek_v4", "paper-static", "hy_v4", "deepseek_v41"])
+def test_no_tokens(operator: str, name: str) -> None:
+    if operator == "sinkhorn" and name == "hy_v4":
+        return
+    call = _call(operator, name, lead=(2, 0))
+    got, want = run(call, "triton"), run(call, "reference")
+    assert got.keys() == want.keys()
+    for key, value in got.items():
+        torch.testing.assert_close(value, want[key], rtol=0, atol=1e-6, msg=key)
+
+
+@each_operator
+def test_one_token(operator: str) -> None:
+    assert_accurate(_call(operator, lead=(1,)))
+
+
+@each_operator
+def test_no_leading_dimensions(operator: str) -> None:
+    call, flat = _call(operator, lead=()), _call(operator, lead=(1,))
+    got, want = run(call, "triton"), run(flat, "triton")
+    for key, value in got.items():
+        assert torch.equal(value.flatten(), want[key].flatten()), key
+
+
+@each_operator
+def test_any_layout(operator: str) -> None:
+    """Permuted, strided and offset inputs give the bits of contiguous ones."""
+    call = _call(operator, lead=(3, 4))
+    want = run(call, "triton")
+
+    def shuffled(tensor: torch.Tensor) -> torch.Tensor:
+        strange = torch.full((*tensor.shape[::-1], 2), torch.nan, dtype=tensor.dtype, device=tensor.device)
+        strange = strange.permute(*reversed(range(tensor.ndim + 1)))[1]
+        return strange.copy_(tensor)
+
+    def offset(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor.new_full((1,), torch.nan), tensor.flatten()])[1:].view(tensor.shape)
+
+    for change in (shuffled, offset):
+        tensors = {name: change(tensor).detach() for name, tensor in call.tensors.items()}
+        assert not (change is shuffled and any(t.is_contiguous() for t in tensors.values() if t.numel() > 1))
+        leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
+        with mhckit.backend("triton"):
+            outputs = dataclasses.replace(call, tensors=leaves)()
+        generator = torch.Generator().manual_seed(11)
+        cotangents = [torch.randn(o.shape, generator=generator).bfloat16().to(o) for o in outputs]
+        torch.autograd.backward(outputs, [change(cotangent) for cotangent in cotangents])
+        for i, output in enumerate(outputs):
+            assert torch.equal(output, want[f"output {i}"]), f"{change.__name__} {i}"
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                assert torch.equal(leaf.grad, want[f"d{name}"]), f"{change.__name__} d{name}"
+
+
+PER_TOKEN = [(operator, "deepseek_v4") for operator in OPERATORS if operator != "expand"]
+PER_TOKEN += [("sinkhorn", name) for name in ("paper", "megatron", "mhc_cu", "mhc_triton", "mhc_lite")]
+TOKENS = 19
+
+
+@pytest.mark.parametrize(("operator", "name"), PER_TOKEN)
+def test_nan_stays_in_its_token(operator: str, name: str) -> None:
+    call = _call(operator, name, lead=(TOKENS,), channels=23)
+    clean = run(call, "triton")
+    per_token = [n for n, t in call.tensors.items() if t.shape[:1] == (TOKENS,)]
+    assert per_token
+    others = torch.arange(TOKENS, device=DEVICE) != 17
+    for poisoned in per_token:
+        tensors = {n: t.clone() for n, t in call.tensors.items()}
+        tensors[poisoned][17].view(-1)[0] = torch.nan
+        results = run(dataclasses.replace(call, tensors=tensors), "triton")
+        unused = poisoned == "mix_pre"
+        assert unused or any(results[key][17].isnan().any() for key in results if key.startswith("output")), poisoned
+        for key, value in results.items():
+            if key.startswith("output") or key[1:] in per_token:
+                assert torch.equal(value[others], clean[key][others]), f"{poisoned}: {key}"
+
+
+@pytest.mark.parametrize("operator", ["enter", "junction", "coefficients", "activate", "project"])
+@pytest.mark.parametrize("name", ["deepseek_v4", "paper-static", "deepseek_v41", "hy_v4"])
+def test_gradients_that_autograd_does_not_have(operator: str, name: str) -> None:
+    """Each output alone: the gradients of the others arrive as None."""
+    call = _call(operator, name, lead=(5,))
+    count = len(call())
+    for kept in range(count):
+        results = {}
+        for backend in ("triton", "reference"):
+            leaves = call.requires_grad()
+            with mhckit.backend(backend):  # type: ignore[arg-type]
+                output = leaves()[kept]
+            if not output.requires_grad:
+                continue
+            output.backward(torch.ones_like(output))
+            results[backend] = {n: t.grad for n, t in leaves.tensors.items() if t.grad is not None}
+        if results:
+            assert results["triton"].keys() == results["reference"].keys()
+            for key, value in results["triton"].items():
+                torch.testing.assert_close(value, results["reference"][key], rtol=2e-2, atol=2e-2, msg=key)
+
+
+@pytest.mark.parametrize("frozen", [("phi", "norm_weight"), ("out_norm_weight",), ("x", "f"), ("phi", "scale", "bias")])
+def test_gradients_that_nobody_needs(frozen: tuple[str, ...]) -> None:
+    call = _call("junction", lead=(5,))
+    want = run(call, "triton")
+    leaves = {n: t.detach().clone().requires_grad_(n not in frozen) for n, t in call.tensors.items()}
+    with mhckit.backend("triton"):
+        outputs = dataclasses.replace(call, tensors=leaves)()
+    generator = torch.Generator().manual_seed(11)
+    torch.autograd.backward(outputs, [torch.randn(o.shape, generator=generator).bfloat16().to(o) for o in outputs])
+    for name, leaf in leaves.items():
+        assert (leaf.grad is None) == (name in frozen or f"d{name}" not in want), name
+        if leaf.grad is not None:
+            assert torch.equal(leaf.grad, want[f"d{name}"]), name
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_out_dtype(out_dtype: torch.dtype) -> None:
+    call = _call("enter", lead=(5,))
+    t = call.tensors
+    results = {}
+    for backend in ("triton", "reference"):
+        with mhckit.backend(backend):  # type: ignore[arg-type]
+            results[backend] = mhckit.enter(
+                t["x"], t["phi"], t["scale"], t["bias"], recipe=call.recipe, out_dtype=out_dtype
+            )[1]
+    assert results["triton"].dtype == out_dtype
+    torch.testing.assert_close(results["triton"], results["reference"])
+
+
+@pytest.mark.parametrize("operator", ["coefficients", "enter", "junction"])
+def test_rounded_mix(operator: str) -> None:
+    recipe = RECIPES["deepseek_v4"].replace(round_mix=True)
+    call = make_call(operator, recipe, device=DEVICE, channels=37, lead=(19,), dtype=torch.bfloat16)
+    with mhckit.backend("triton"):
+        mix = call()[-3:]
+    assert all(torch.equal(part, part.bfloat16().float()) for part in mix[1:])
+    assert not torch.equal(mix[0], mix[0].bfloat16().float())
+    assert_accurate(call)

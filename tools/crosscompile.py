@@ -1,0 +1,324 @@
+"""Compile the kernels for GPUs this machine does not have, and read what the compiler made of them.
+
+    python tools/crosscompile.py sass --operator junction --channels 4096          one operator, in detail
+    python tools/crosscompile.py check --everything                                 all configurations, all targets
+
+Launches are not written down here: the operators run for real on CPU tensors, with the launch of each kernel recorded
+instead of made. So what is compiled is what a GPU would be asked to run: same constants, same types, same options.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import importlib
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # compile, even where tests interpret
+
+import torch
+import triton
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import mhckit
+from mhckit import Recipe
+from mhckit.kernels import _runtime
+from mhckit.testing import OPERATORS, make_call
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+INSTRUCTIONS = ("FFMA", "FMUL", "FADD", "MUFU", "HMMA", "HGMMA", "SHFL", "LDG", "STG", "LDL", "STL", "BAR")
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One recorded launch: a kernel with the types and constants of its arguments, and its options."""
+
+    module: str
+    function: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    options: tuple[tuple[str, int], ...]
+
+    @property
+    def kernel(self) -> JITFunction:
+        return getattr(importlib.import_module(self.module), self.function)
+
+    @property
+    def name(self) -> str:
+        return self.function.strip("_").removesuffix("_kernel")
+
+    @property
+    def variant(self) -> str:
+        """What tells this launch from others of the kernel."""
+        shown = (f"{k}={v}" for k, v in (*self.constants, *self.options) if v is not None and k != "PRECISION")
+        return " ".join(shown)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What came out: registers and stack are None where no tool can read them (AMD)."""
+
+    name: str
+    variant: str
+    target: str
+    shared: int
+    registers: int | None
+    stack: int | None
+    instructions: dict[str, int]
+    seconds: float
+
+
+def record(run: Any) -> list[Launch]:
+    """The launches that run() would make, each once."""
+    launches: dict[Launch, None] = {}
+
+    def remember(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        launches[_launch(self, bound)] = None
+
+    saved = JITFunction.run, _runtime.check
+    JITFunction.run, _runtime.check = remember, lambda device_type: None
+    try:
+        with mhckit.backend("triton"):
+            run()
+    finally:
+        JITFunction.run, _runtime.check = saved
+    return list(launches)
+
+
+def _launch(kernel: JITFunction, bound: dict[str, Any]) -> Launch:
+    signature, constants, aligned = [], [], []
+    for parameter in kernel.params:
+        name, value = parameter.name, bound[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature.append((name, "constexpr"))
+            constants.append((name, value))
+        elif isinstance(value, torch.Tensor):
+            signature.append((name, f"*{_TYPES[value.dtype]}"))
+            aligned.append(name)
+        else:
+            signature.append((name, "fp32" if isinstance(value, float) else "i32"))
+            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+                aligned.append(name)
+    options = tuple((name, bound[name]) for name in ("num_warps", "num_stages") if name in bound)
+    return Launch(kernel.__module__, kernel.__name__, tuple(signature), tuple(constants), tuple(aligned), options)
+
+
+def compile_launch(launch: Launch, target: str) -> Compiled:
+    constants = dict(launch.constants)
+    if target.startswith("gfx") and "PRECISION" in constants:
+        constants["PRECISION"] = "ieee"
+    kernel = launch.kernel
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature=dict(launch.signature),
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned},
+    )
+    start = time.perf_counter()
+    binary = triton.compile(source, target=TARGETS[target], options=dict(launch.options))
+    seconds = time.perf_counter() - start
+    registers = stack = None
+    instructions: dict[str, int] = {}
+    if "cubin" in binary.asm:
+        registers, stack = _resources(binary.asm["cubin"])
+        instructions = _instructions(binary.asm["cubin"])
+    return Compiled(
+        launch.name, launch.variant, target, binary.metadata.shared, registers, stack, instructions, seconds
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers per thread, and bytes of stack, where spilled registers go."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", _tool("cuobjdump", "--dump-resource-usage", cubin))
+    assert found, "cuobjdump printed no resource usage"
+    return int(found[1]), int(found[2])
+
+
+def _instructions(cubin: bytes) -> dict[str, int]:
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", _tool("nvdisasm", "-c", cubin), re.M)
+    counts = Counter(opcodes)
+    return {name: counts[name] for name in INSTRUCTIONS} | {"all": len(opcodes)}
+
+
+def _tool(name: str, option: str, cubin: bytes) -> str:
+    """Run one of the binary tools that come with Triton."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def launches_of(operator: str, recipe: Recipe, channels: int, dtypes: str, optional: bool) -> list[Launch]:
+    """Forward and backward of one operator. dtypes: a name of DTYPES, or "streams/sublayer" as in "fp32/bf16"."""
+    streams, _, sublayer = dtypes.partition("/")
+    call = make_call(operator, recipe, lead=(3,), channels=channels, dtype=DTYPES[streams], optional=optional)
+    if sublayer and "f" in call.tensors:
+        call = dataclasses.replace(call, tensors=call.tensors | {"f": call.tensors["f"].to(DTYPES[sublayer])})
+
+    def run() -> None:
+        outputs = call.requires_grad()()
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+
+    return record(run)
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """What a set of launches is compiled for."""
+
+    operators: tuple[str, ...]
+    recipe: Recipe
+    channels: int
+    dtypes: str
+    optional: bool
+    targets: tuple[str, ...]
+
+
+_SPINE = ("junction", "enter", "head", "post", "pre", "project", "expand")
+
+
+def configurations(everything: bool) -> list[Configuration]:
+    """Every recipe at N = 4 on sm_90, and a sample of (or everything of) the rest."""
+    every = [Recipe.preset(name, dynamic=dynamic) for name in Recipe.presets() for dynamic in (True, False)]
+    deepseek, lite = Recipe.preset("deepseek_v4"), Recipe.preset("mhc_lite", streams=5)
+    all_operators = tuple(OPERATORS)
+    listed = [Configuration(("junction", "enter"), recipe, 4096, "bf16", True, ("sm_90",)) for recipe in every]
+    listed += [Configuration(all_operators, deepseek, 4096, "bf16", optional, ("sm_90",)) for optional in (True, False)]
+    listed += [Configuration(_SPINE, deepseek, 4096, dtypes, True, ("sm_90",)) for dtypes in ("fp32", "fp16", "fp32/bf16")]
+    listed += [Configuration(("junction",), deepseek, 5129, "bf16", True, ("sm_90",))]
+    others = ("sm_80", "sm_100", "gfx942")
+    if not everything:
+        listed += [Configuration(("junction",), deepseek.replace(streams=n), 2048, "bf16", True, ("sm_90",)) for n in (2, 3, 8)]
+        listed += [Configuration(("junction",), deepseek, 4096, "bf16", True, others)]
+        return listed
+    for recipe, dtypes in itertools.product(every, ("bf16", "fp16", "fp32", "fp32/bf16")):
+        listed.append(Configuration(all_operators, recipe, 4096, dtypes, True, ("sm_90",)))
+    for n, dtypes in itertools.product(range(1, 9), ("bf16", "fp32")):
+        listed.append(Configuration(_SPINE, deepseek.replace(streams=n), 2048, dtypes, True, ("sm_90",)))
+    listed.append(Configuration(_SPINE, lite, 2048, "bf16", True, ("sm_90", *others)))
+    listed.append(Configuration(all_operators, deepseek, 4096, "bf16", True, others))
+    return listed
+
+
+def work(listed: list[Configuration]) -> list[tuple[Launch, str]]:
+    """Every launch of these configurations on each of its targets, once."""
+    unique: dict[tuple[Launch, str], None] = {}
+    for each in track(listed, "recording launches", console=_console()):
+        for operator in each.operators:
+            if operator == "sinkhorn" and each.recipe.residual == "identity":
+                continue
+            for launch in launches_of(operator, each.recipe, each.channels, each.dtypes, each.optional):
+                unique |= {(launch, target): None for target in each.targets}
+    return list(unique)
+
+
+def problems(launch: Launch, compiled: Compiled) -> list[str]:
+    """What is not as it must be: shared memory everywhere, and no spills for 4 streams of bfloat16 on sm_90."""
+    found = []
+    if compiled.shared > SHARED_MEMORY[compiled.target]:
+        found.append(f"{compiled.shared} bytes of shared memory, more than {SHARED_MEMORY[compiled.target]}")
+    if compiled.target == "sm_90" and compiled.stack and _is_fast_path(launch):
+        found.append(f"{compiled.stack} bytes of stack: registers are spilled")
+    return found
+
+
+def _is_fast_path(launch: Launch) -> bool:
+    constants, types = dict(launch.constants), dict(launch.signature)
+    streams = constants["MATH"].streams if "MATH" in constants else constants.get("N", 4)
+    activation = next((types[name] for name in ("x", "y", "g") if types.get(name, "constexpr") != "constexpr"), "*bf16")
+    return streams == 4 and activation == "*bf16"
+
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+
+@functools.cache
+def _console() -> Console:
+    return Console(stderr=True)
+
+
+@app.command()
+def check(
+    everything: Annotated[bool, typer.Option(help="Not the sample that CI takes, but all of it.")] = False,
+    workers: Annotated[int, typer.Option(help="Processes that compile.")] = os.cpu_count() or 1,
+) -> None:
+    """Compile many configurations; fail on spills, or where shared memory would not suffice."""
+    launches = work(configurations(everything))
+    failed = 0
+    with concurrent.futures.ProcessPoolExecutor(workers) as pool:
+        done = pool.map(_try_compile, launches, chunksize=4)
+        for (launch, target), result in track(zip(launches, done, strict=True), "compiling", len(launches), console=_console()):
+            wrong = [result] if isinstance(result, str) else problems(launch, result)
+            for problem in wrong:
+                failed += 1
+                print(f"{target} {launch.name}: {problem}\n    {launch.variant}")
+    print(f"{len(launches)} kernels compiled for {len({target for _, target in launches})} targets, {failed} problems")
+    sys.exit(failed > 0)
+
+
+def _try_compile(work_item: tuple[Launch, str]) -> Compiled | str:
+    try:
+        return compile_launch(*work_item)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+@app.command()
+def sass(
+    operator: str = "junction",
+    recipe: str = "deepseek_v4",
+    streams: int = 4,
+    channels: int = 4096,
+    dtypes: Annotated[str, typer.Option(help="bf16, fp16, fp32, or streams/sublayer as in fp32/bf16")] = "bf16",
+    target: Annotated[str, typer.Option(help=", ".join(TARGETS))] = "sm_90",
+    optional: Annotated[bool, typer.Option(help="Give the optional arguments too: norms, biases.")] = True,
+    kernel: Annotated[str, typer.Option(help="Only kernels whose name contains this.")] = "",
+) -> None:
+    """Registers, stack, shared memory and instruction counts of an operator's kernels."""
+    table = Table("kernel", "registers", "stack", "shared", "seconds", "all", *INSTRUCTIONS, box=None)
+    launches = launches_of(operator, Recipe.preset(recipe, streams=streams), channels, dtypes, optional)
+    for launch in track([launch for launch in launches if kernel in launch.name], "compiling", console=_console()):
+        compiled = compile_launch(launch, target)
+        counts = [str(compiled.instructions.get(name, "")) for name in ("all", *INSTRUCTIONS)]
+        table.add_row(
+            compiled.name, str(compiled.registers), str(compiled.stack), str(compiled.shared),
+            f"{compiled.seconds:.1f}", *counts,
+        )  # fmt: skip
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    app()
