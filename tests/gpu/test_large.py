@@ -19,29 +19,43 @@ def _call(operator: str, recipe: Recipe = DEEPSEEK, **options) -> Call:
     return make_call(operator, recipe, device="cuda", **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("tokens", "channels"), [(513, 4096), (129, 7168), (257, 2560), (67, 5129), (33, 12288)])
-@pytest.mark.parametrize("operator", ["enter", "junction", "leave", "head"])
+SIZES = [
+    ("junction", 513, 4096, torch.bfloat16),
+    ("junction", 129, 7168, torch.bfloat16),
+    ("junction", 257, 2560, torch.bfloat16),
+    ("junction", 67, 5129, torch.bfloat16),
+    ("junction", 33, 12288, torch.bfloat16),
+    ("junction", 67, 5129, torch.float32),
+    ("junction", 129, 4096, torch.float32),
+    ("junction", 129, 4096, torch.float16),
+    ("enter", 129, 4096, torch.bfloat16),
+    ("enter", 129, 4096, torch.float32),
+    ("head", 129, 4096, torch.bfloat16),
+    ("leave", 67, 5129, torch.bfloat16),
+    ("leave", 129, 4096, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("operator", "tokens", "channels", "dtype"), SIZES)
 def test_sizes_of_models(operator: str, tokens: int, channels: int, dtype: torch.dtype) -> None:
     call = _call(operator, lead=(tokens,), channels=channels, dtype=dtype)
     assert_accurate(call, relative=1e-5 if dtype == torch.float32 else None)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_at_size(name: str) -> None:
-    assert_accurate(_call("junction", RECIPES[name], lead=(300,), channels=1536, dtype=torch.bfloat16))
+@pytest.mark.parametrize("name", ["paper", "megatron", "hy_v4", "mhc_lite", "hc", "deepseek_v41", "mhc_triton-static"])
+def test_recipes_at_size(name: str) -> None:
+    assert_accurate(_call("junction", RECIPES[name], lead=(300,), channels=1056, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("streams", [1, 2, 3, 5, 6, 7, 8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_number_of_streams_at_size(streams: int, dtype: torch.dtype) -> None:
-    call = _call("junction", DEEPSEEK.replace(streams=streams), lead=(300,), channels=1536, dtype=dtype)
+@pytest.mark.parametrize(("streams", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (5, torch.bfloat16)])
+def test_numbers_of_streams_at_size(streams: int, dtype: torch.dtype) -> None:
+    call = _call("junction", DEEPSEEK.replace(streams=streams), lead=(300,), channels=1056, dtype=dtype)
     assert_accurate(call, relative=1e-5 if dtype == torch.float32 else None)
 
 
 def test_many_tokens() -> None:
     """Several chunks in the sums over tokens."""
-    assert_accurate(_call("junction", lead=(9001,), channels=320, dtype=torch.bfloat16))
+    assert_accurate(_call("junction", lead=(9001,), channels=1056, dtype=torch.bfloat16))
 
 
 def test_more_elements_than_32_bits_count() -> None:

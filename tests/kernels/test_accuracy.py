@@ -15,7 +15,6 @@ from mhckit.testing import OPERATORS, Call, make_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = every_recipe()
-LOW = (torch.bfloat16, torch.float16)
 
 
 def _call(operator: str, recipe: Recipe, **options) -> Call:
@@ -46,7 +45,7 @@ def test_every_recipe(operator: str, name: str) -> None:
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator != "leave"])
 def test_every_number_of_streams(operator: str, streams: int) -> None:
     recipe = RECIPES["deepseek_v4"].replace(streams=streams)
-    assert_accurate(_call(operator, recipe, lead=(5,), channels=21, dtype=torch.bfloat16, seed=streams))
+    assert_accurate(_call(operator, recipe, lead=(5,), channels=37, dtype=torch.bfloat16, seed=streams))
 
 
 @pytest.mark.parametrize("streams", range(1, MAX_PERMUTATION_STREAMS + 1))
@@ -59,31 +58,31 @@ def test_permutations_of_every_number_of_streams(streams: int) -> None:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_float32(operator: str) -> None:
-    call = _call(operator, RECIPES["deepseek_v4"], lead=(17,), channels=70, dtype=torch.float32)
+    call = _call(operator, RECIPES["deepseek_v4"], lead=(17,), channels=37, dtype=torch.float32)
     assert_accurate(call, relative=1e-5)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_float16(operator: str) -> None:
-    assert_accurate(_call(operator, RECIPES["paper"], lead=(17,), channels=70, dtype=torch.float16))
+    assert_accurate(_call(operator, RECIPES["paper"], lead=(17,), channels=37, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("operator", ["project", "coefficients", "pre", "post", "head", "enter", "junction"])
 def test_without_optional_arguments(operator: str) -> None:
     assert_accurate(
-        _call(operator, RECIPES["deepseek_v4"], lead=(9,), channels=48, dtype=torch.bfloat16, optional=False)
+        _call(operator, RECIPES["deepseek_v4"], lead=(9,), channels=37, dtype=torch.bfloat16, optional=False)
     )
 
 
 @pytest.mark.parametrize("operator", ["post", "junction", "leave"])
 def test_float32_streams_with_a_bfloat16_sublayer(operator: str) -> None:
-    call = _call(operator, RECIPES["deepseek_v4"], lead=(9,), channels=48, dtype=torch.float32)
+    call = _call(operator, RECIPES["deepseek_v4"], lead=(9,), channels=37, dtype=torch.float32)
     assert_accurate(dataclasses.replace(call, tensors=call.tensors | {"f": call.tensors["f"].bfloat16()}))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_parameters_in_any_dtype(dtype: torch.dtype) -> None:
-    call = _call("junction", RECIPES["deepseek_v4"], lead=(9,), channels=48, dtype=torch.bfloat16)
+    call = _call("junction", RECIPES["deepseek_v4"], lead=(9,), channels=37, dtype=torch.bfloat16)
     activations = ("x", "f", "mix_pre", "mix_post", "mix_res")
     tensors = {name: t if name in activations else t.to(dtype) for name, t in call.tensors.items()}
     assert_accurate(dataclasses.replace(call, tensors=tensors))
@@ -98,8 +97,8 @@ def test_several_slices_of_channels_and_programs(operator: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 24, 300])
 def test_project_any_number_of_rows(rows: int) -> None:
-    call = _call("project", RECIPES["paper"], lead=(5,), channels=21, dtype=torch.bfloat16)
-    phi = torch.randn(rows, 84, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
+    call = _call("project", RECIPES["paper"], lead=(5,), channels=37, dtype=torch.bfloat16)
+    phi = torch.randn(rows, 148, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
     assert_accurate(dataclasses.replace(call, tensors=call.tensors | {"phi": phi}))
 
 

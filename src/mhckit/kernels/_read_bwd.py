@@ -93,12 +93,14 @@ def read_bwd_kernel(
     elif WEIGHTS == "given":
         w = load_float(weights, at, here)
     if WEIGHTS != "none":
-        dw, share = _collapse_backward(y, dx_in, norm_weight, u, w, t, live, C, MATH, BLOCK_T, BLOCK_C, STAGES)
+        dw = tl.zeros((BLOCK_T, PADDED), tl.float32)
+        if dx_in is not None:
+            dw, share = _collapse_backward(y, dx_in, norm_weight, u, w, t, live, C, MATH, BLOCK_T, BLOCK_C, STAGES)
+            if norm_share is not None:
+                store_as(norm_share, t, share, live)
         if read_weights is not None:
             scaled = w * load_float(u, t, live)[:, None] if norm_weight is not None else w
             store_as(read_weights, at, scaled, here)
-        if norm_share is not None:
-            store_as(norm_share, t, share, live)
         if dweights is not None:
             store_as(dweights, at, dw, here)
 
@@ -172,8 +174,6 @@ def _collapse_backward(
     PADDED: tl.constexpr = MATH.padded_streams
     NORM: tl.constexpr = norm_weight is not None
     share = tl.zeros((BLOCK_T,), tl.float32)
-    if dx_in is None:
-        return tl.zeros((BLOCK_T, PADDED), tl.float32), share
     weights = columns_of(w, N)
     with_e = ()
     with_a = ()
@@ -205,7 +205,7 @@ def _collapse_backward(
     dw = from_columns(q, N, PADDED)
     if NORM:
         inverse = load_float(u, t, live)
-        share = tl.sum(w * dw, 1) * inverse / C
+        share += tl.sum(w * dw, 1) * inverse / C
         dw = inverse[:, None] * (dw - (inverse * share)[:, None] * from_columns(s, N, PADDED))
     return dw, share
 

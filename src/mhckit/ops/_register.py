@@ -45,7 +45,7 @@ def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Cal
         device = next(arg for arg in rest if isinstance(arg, Tensor)).device
         if chosen == "triton":
             with _current(device):
-                return _kernel(name, device.type)(*rest)
+                return _kernel(name, device.type)(*[_aligned(arg) for arg in rest])
         with _without_autocast(device.type):
             return _contiguous(reference(*rest))
 
@@ -164,6 +164,15 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
         ) from error
     operator = name.rsplit("_", 1)[0]
     return getattr(importlib.import_module(f"mhckit.kernels.{operator}"), name)
+
+
+def _aligned(argument: Any) -> Any:
+    """A view that starts between 16-byte boundaries is copied.
+
+    Triton compiles another kernel for it, with narrow loads and other orders of summation: slow, and a token would not
+    get the same bits alone, as a slice of its batch, and inside it.
+    """
+    return argument.clone() if isinstance(argument, Tensor) and argument.data_ptr() % 16 else argument
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
