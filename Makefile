@@ -4,13 +4,36 @@ VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
 
-.PHONY: demo test lint format clean
+# A Python with a CUDA build of torch, Triton, pytest and pytest-xdist, for what needs a GPU.
+GPU_PYTHON ?= python3
+GPU_WORKERS ?= 12
+RESULTS ?= benchmarks/results
+COMMIT ?= $(shell git rev-parse --short HEAD)
+ARGS ?=
+
+.PHONY: demo test test-gpu kernel-times crosscompile sass lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -q
+
+# pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors.
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) -q tests/gpu tests/kernels \
+		--summary $(RESULTS)/test_gpu.jsonl --commit $(COMMIT)
+
+kernel-times:
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/kernel_times.py --output $(RESULTS)/kernel_times.jsonl --commit $(COMMIT) $(ARGS)
+
+# Every kernel configuration, for GPUs this machine need not have; `make test` does a sample.
+crosscompile: $(VENV)/installed
+	$(BIN)/python tools/crosscompile.py check --everything
+
+# Registers, shared memory and instructions of one operator's kernels: make sass ARGS="--operator enter --streams 2"
+sass: $(VENV)/installed
+	$(BIN)/python tools/crosscompile.py sass $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -63,7 +63,7 @@ def measure(operator: str, recipe: Recipe, tokens: int, channels: int, optional:
     lines = []
     for kernel, args, kwargs in recorded_launches(run):
         tensors = {t.data_ptr(): t.nbytes for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)}
-        microseconds = do_bench(lambda k=kernel, a=args, kw=kwargs: k.run(*a, **kw), return_mode="median") * 1e3
+        microseconds = do_bench(lambda k=kernel, a=args, kw=kwargs: k.run(*a, **kw), rep=50, return_mode="median") * 1e3
         moved = sum(tensors.values())
         lines.append(
             {

@@ -134,7 +134,7 @@ def _launch(kernel: JITFunction, bound: dict[str, Any]) -> Launch:
     return Launch(kernel.__module__, kernel.__name__, tuple(signature), tuple(constants), tuple(aligned), options)
 
 
-def compile_launch(launch: Launch, target: str) -> Compiled:
+def compile_launch(launch: Launch, target: str, *, disassemble: bool = False) -> Compiled:
     constants = dict(launch.constants)
     if target.startswith("gfx") and "PRECISION" in constants:
         constants["PRECISION"] = "ieee"
@@ -153,7 +153,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     instructions: dict[str, int] = {}
     if "cubin" in binary.asm:
         registers, stack = _resources(binary.asm["cubin"])
-        instructions = _instructions(binary.asm["cubin"])
+        instructions = _instructions(binary.asm["cubin"]) if disassemble else {}
     return Compiled(
         launch.name, launch.variant, target, binary.metadata.shared, registers, stack, instructions, seconds
     )
@@ -219,11 +219,15 @@ def configurations(everything: bool) -> list[Configuration]:
     all_operators = tuple(OPERATORS)
     listed = [Configuration(("junction", "enter"), recipe, 4096, "bf16", True, ("sm_90",)) for recipe in every]
     listed += [Configuration(all_operators, deepseek, 4096, "bf16", optional, ("sm_90",)) for optional in (True, False)]
-    listed += [Configuration(_SPINE, deepseek, 4096, dtypes, True, ("sm_90",)) for dtypes in ("fp32", "fp16", "fp32/bf16")]
+    listed += [
+        Configuration(_SPINE, deepseek, 4096, dtypes, True, ("sm_90",)) for dtypes in ("fp32", "fp16", "fp32/bf16")
+    ]
     listed += [Configuration(("junction",), deepseek, 5129, "bf16", True, ("sm_90",))]
     others = ("sm_80", "sm_100", "gfx942")
     if not everything:
-        listed += [Configuration(("junction",), deepseek.replace(streams=n), 2048, "bf16", True, ("sm_90",)) for n in (2, 3, 8)]
+        listed += [
+            Configuration(("junction",), deepseek.replace(streams=n), 2048, "bf16", True, ("sm_90",)) for n in (2, 3, 8)
+        ]
         listed += [Configuration(("junction",), deepseek, 4096, "bf16", True, others)]
         return listed
     for recipe, dtypes in itertools.product(every, ("bf16", "fp16", "fp32", "fp32/bf16")):
@@ -282,7 +286,9 @@ def check(
     failed = 0
     with concurrent.futures.ProcessPoolExecutor(workers) as pool:
         done = pool.map(_try_compile, launches, chunksize=4)
-        for (launch, target), result in track(zip(launches, done, strict=True), "compiling", len(launches), console=_console()):
+        for (launch, target), result in track(
+            zip(launches, done, strict=True), "compiling", len(launches), console=_console()
+        ):
             wrong = [result] if isinstance(result, str) else problems(launch, result)
             for problem in wrong:
                 failed += 1
@@ -313,7 +319,7 @@ def sass(
     table = Table("kernel", "registers", "stack", "shared", "seconds", "all", *INSTRUCTIONS, box=None)
     launches = launches_of(operator, Recipe.preset(recipe, streams=streams), channels, dtypes, optional)
     for launch in track([launch for launch in launches if kernel in launch.name], "compiling", console=_console()):
-        compiled = compile_launch(launch, target)
+        compiled = compile_launch(launch, target, disassemble=True)
         counts = [str(compiled.instructions.get(name, "")) for name in ("all", *INSTRUCTIONS)]
         table.add_row(
             compiled.name, str(compiled.registers), str(compiled.stack), str(compiled.shared),

@@ -63,11 +63,15 @@ def test_nothing_waits_for_the_gpu(operator: str) -> None:
     cotangents = [torch.ones_like(o) for o in outputs]
     torch.autograd.backward(outputs, cotangents)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.autograd.backward(call(), cotangents)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            torch.autograd.backward(call(), cotangents)
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                cotangents[0].flatten()[0].item()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_new_number_of_tokens_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +154,7 @@ def test_compiled(operator: str) -> None:
         compiled = torch.compile(call.positional, fullgraph=True)
         outputs = compiled(*call.tensors.values())
         generator = torch.Generator().manual_seed(11)
-        torch.autograd.backward(
-            outputs, [torch.randn(o.shape, generator=generator).bfloat16().to(o) for o in outputs]
-        )
+        torch.autograd.backward(outputs, [torch.randn(o.shape, generator=generator).bfloat16().to(o) for o in outputs])
     want = run(call, "auto")
     for i, output in enumerate(outputs):
         assert torch.equal(output, want[f"output {i}"]), i

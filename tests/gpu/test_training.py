@@ -17,9 +17,7 @@ class Model(torch.nn.Module):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, DIM)
-        self.connections = torch.nn.ModuleList(
-            HyperConnection(DIM, recipe, layer_index=i, norm=True) for i in range(4)
-        )
+        self.connections = torch.nn.ModuleList(HyperConnection(DIM, recipe, layer_index=i, norm=True) for i in range(4))
         self.qkv = torch.nn.ModuleList(torch.nn.Linear(DIM, 3 * DIM) for _ in range(2))
         self.out = torch.nn.ModuleList(torch.nn.Linear(DIM, DIM) for _ in range(2))
         self.mlp = torch.nn.ModuleList(
@@ -47,15 +45,19 @@ class Model(torch.nn.Module):
 
 
 def _train(recipe: Recipe, device: str, dtype: torch.dtype) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses of STEPS steps on a copying task, and the final parameters."""
+    """Losses of STEPS steps on a noisy sequence, and the final parameters."""
     torch.manual_seed(0)
     model = Model(recipe).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(STEPS):
-        half = torch.randint(VOCABULARY, (BATCH, LENGTH // 2), generator=generator)
-        tokens = torch.cat([half, half], 1).to(device)
+        tokens = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
+        while tokens.shape[1] < LENGTH:  # each token decides the next, except for some noise
+            noise = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
+            kept = torch.rand(BATCH, 1, generator=generator) < 0.9
+            tokens = torch.cat([tokens, torch.where(kept, (7 * tokens[:, -1:] + 3) % VOCABULARY, noise)], 1)
+        tokens = tokens.to(device)
         logits = model(tokens, dtype)[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimizer.zero_grad()
@@ -73,8 +75,8 @@ def test_the_loss_follows_the_cpu_reference(preset: str) -> None:
     single, _ = _train(recipe, "cuda", torch.float32)
     half, _ = _train(recipe, "cuda", torch.bfloat16)
     for step, (want, fp32, bf16) in enumerate(zip(cpu, single, half, strict=True)):
-        assert abs(fp32 - want) <= (1e-4 if step < 20 else 1e-2) * want, (step, want, fp32)
-        assert abs(bf16 - want) <= 3e-2 * want, (step, want, bf16)
+        assert abs(fp32 - want) <= 1e-3 * want, (step, want, fp32)
+        assert abs(bf16 - want) <= 5e-3 * want, (step, want, bf16)
 
 
 def test_training_repeats_to_the_bit() -> None:

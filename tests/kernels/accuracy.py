@@ -6,7 +6,8 @@ sums over tokens end in a handful of numbers, whose errors are a matter of luck 
 
 float32 results (coefficients, gradients of parameters) may instead have a relative error of 1e-5 on a GPU: they pass
 through tensor cores, which cut off bits as they accumulate where torch's float32 products round. An H200 is a few 1e-6
-off where torch is a few 1e-7, however exact the operands. Interpreted, with exact products, it is 1e-6.
+off where torch is a few 1e-7, however exact the operands. Interpreted, with exact products, it is 5e-6: sums that
+almost cancel, such as the gradient of scale, lose that much in some orders.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mhckit.testing import Call, relative_error
 
 PARAMETERS = ("phi", "scale", "bias", "norm_weight", "out_norm_weight", "f_bias", "fn", "base")
 ORDERS = 12
-FLOAT32_RELATIVE = {"cuda": 1e-5, "cpu": 1e-6}
+FLOAT32_RELATIVE = {"cuda": 1e-5, "cpu": 5e-6}
 
 
 def run(call: Call, backend: str, cotangents: list[Tensor] | None = None) -> dict[str, Tensor]:

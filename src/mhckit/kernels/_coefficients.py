@@ -7,7 +7,7 @@ for permutation and where the logits themselves are wanted. Padding is 0. MATH i
 import triton
 import triton.language as tl
 
-from ._device import load_float, store_as
+from ._device import load_float, rounded_product, store_as
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def pre_backward(dpre, logits, exists, MATH: tl.constexpr):
         if MATH.pre == "normalized":
             raw = tl.where(exists, weight + MATH.pre_eps, 0.0)
             total = tl.sum(raw, 1, keep_dims=True) + MATH.normalized_pre_eps
-            dpre = tl.div_rn(dpre - tl.div_rn(tl.sum(dpre * raw, 1, keep_dims=True), total), total)
+            dpre = tl.div_rn(dpre - tl.div_rn(tl.sum(rounded_product(dpre, raw), 1, keep_dims=True), total), total)
         return dpre * weight * (1 - weight)
 
 
@@ -165,12 +165,12 @@ def group_backward(
     program = tl.program_id(0).to(tl.int64) * 2 * P
     store_as(sums + program, row, tl.sum(dlogits, 0, keep_dims=True), exists)
     if MATH.dynamic:
-        store_as(sums + program + P, row, tl.sum(dlogits * inner, 0, keep_dims=True), exists)
+        store_as(sums + program + P, row, tl.sum(rounded_product(dlogits, inner), 0, keep_dims=True), exists)
         dnormed = dlogits * tl.load(scale + GROUP).to(tl.float32)
         if MATH.pre == "free":
             dnormed = dnormed * (1 - inner * inner)
         store_as(dz, token * P + row, dnormed * r, here & exists)
-        return _sum_of_token(dnormed * z, GROUP, MATH)
+        return _sum_of_token(rounded_product(dnormed, z), GROUP, MATH)
     else:
         return tl.zeros((t.shape[0],), tl.float32)
 

@@ -75,6 +75,17 @@ def write_stream(o: tl.constexpr, streams, f, post, res, N: tl.constexpr):
 
 
 @triton.jit
+def rounded_product(a, b):
+    """a * b, rounded before anything is added to it. Sums across threads must sum these.
+
+    Threads that hold copies of a sum each add up its terms themselves, in an order of their own that gives the same
+    bits as long as every term is a number. A product fused into the first addition is not: copies would differ in
+    their last bit, and which of them is used, a matter of timing.
+    """
+    return tl.fma(a, b, 0.0)
+
+
+@triton.jit
 def column(matrix, k: tl.constexpr):
     """Column k of [tokens, columns]."""
     return tl.sum(tl.where(tl.arange(0, matrix.shape[1])[None, :] == k, matrix, 0.0), 1)
@@ -140,9 +151,7 @@ def fold(tile, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MMA_WARPS: tl.const
     MMA_WARPS warps side by side, repeated. Other tiles (MMA_WARPS = 0) hold eight neighbours in a thread.
     """
     if MMA_WARPS > 0:
-        return tl.sum(
-            tl.sum(tl.reshape(tile, (BLOCK_T, BLOCK_C // 8 // MMA_WARPS, MMA_WARPS, 4, 2)), 4), 1
-        )
+        return tl.sum(tl.sum(tl.reshape(tile, (BLOCK_T, BLOCK_C // 8 // MMA_WARPS, MMA_WARPS, 4, 2)), 4), 1)
     else:
         return tl.sum(tl.reshape(tile, (BLOCK_T, BLOCK_C // 8, 8)), 2)
 

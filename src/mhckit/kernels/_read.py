@@ -63,7 +63,9 @@ def read_kernel(
 ):
     if MATH.rows > 0:
         t, live = tokens_of_program(T, BLOCK_T)
-        _coefficients(y, partials, squares, scale, bias, pre, post, res, z, mean_square, t, live, splits, T, width, MATH)
+        _coefficients(
+            y, partials, squares, scale, bias, pre, post, res, z, mean_square, t, live, splits, T, width, MATH
+        )
     if WEIGHTS != "none":
         if WEIGHTS == "pre":
             tl.debug_barrier()  # the weights that other threads of this program have just stored are loaded again
@@ -114,9 +116,7 @@ def _coefficients(
 
 
 @triton.jit
-def _logits(
-    partials, scale, bias, z, r, GROUP: tl.constexpr, index, exists, t, live, splits, T, MATH: tl.constexpr
-):
+def _logits(partials, scale, bias, z, r, GROUP: tl.constexpr, index, exists, t, live, splits, T, MATH: tl.constexpr):
     """Logits of a group of rows; its z is stored on the way."""
     token = beside_residual(t, MATH) if GROUP == 2 else t[:, None]
     here = (beside_residual(live, MATH) if GROUP == 2 else live[:, None]) & exists

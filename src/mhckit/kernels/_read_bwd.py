@@ -36,6 +36,7 @@ from ._device import (
     from_columns,
     load_float,
     load_streams,
+    rounded_product,
     store_as,
     tokens_of_program,
 )
@@ -159,14 +160,22 @@ def _residual_backward(dres, z, r, scale, bias, dz, sums, t, live, T, MATH: tl.c
         offsets = t[:, None, None] * (MATH.streams * MATH.streams) + entry
         dmatrix = load_float(dres, offsets, live[:, None, None] & is_entry)
         dlogits = residual_map_backward(dmatrix, logits, is_logit, MATH)
-    return group_backward(
-        dlogits, rows, inner, beside, scale, dz, sums, 2, index, is_logit, t, live, MATH.rows, MATH
-    )
+    return group_backward(dlogits, rows, inner, beside, scale, dz, sums, 2, index, is_logit, t, live, MATH.rows, MATH)
 
 
 @triton.jit
 def _collapse_backward(
-    y, dx_in, norm_weight, u, w, t, live, C: tl.constexpr, MATH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    y,
+    dx_in,
+    norm_weight,
+    u,
+    w,
+    t,
+    live,
+    C: tl.constexpr,
+    MATH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """dL/dw [tokens, padded N], and b, the share of u a in the gradient d of the collapsed vector."""
@@ -205,7 +214,7 @@ def _collapse_backward(
     dw = from_columns(q, N, PADDED)
     if NORM:
         inverse = load_float(u, t, live)
-        share += tl.sum(w * dw, 1) * inverse / C
+        share += tl.sum(rounded_product(w, dw), 1) * inverse / C
         dw = inverse[:, None] * (dw - (inverse * share)[:, None] * from_columns(s, N, PADDED))
     return dw, share
 

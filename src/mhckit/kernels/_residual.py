@@ -8,6 +8,8 @@ matrix after each step in registers: nothing of it goes through memory.
 import triton
 import triton.language as tl
 
+from ._device import rounded_product
+
 ROWS = tl.constexpr(2)  # the axis of [tokens, S, S] that is summed
 COLS = tl.constexpr(1)
 
@@ -33,7 +35,7 @@ def residual_map_backward(dmatrix, logits, valid, MATH: tl.constexpr):
     if MATH.residual == "permutation":
         weights = _softmax(logits, valid, 1)
         dweights = _permutation_backward(dmatrix, MATH)
-        return weights * (dweights - tl.sum(dweights * weights, 1, keep_dims=True))
+        return weights * (dweights - tl.sum(rounded_product(dweights, weights), 1, keep_dims=True))
     elif MATH.residual == "free":
         return dmatrix
     else:
@@ -44,7 +46,7 @@ def residual_map_backward(dmatrix, logits, valid, MATH: tl.constexpr):
 def _iterate_backward(dmatrix, logits, valid, MATH: tl.constexpr):
     start = _start(logits, valid, MATH)
     LENGTH: tl.constexpr = 2 * MATH.segment_iterations
-    dlog = dmatrix if MATH.segments > 0 else dmatrix * start
+    dlog = dmatrix if MATH.segments > 0 else rounded_product(dmatrix, start)
     for segment in range(MATH.segments):
         state = start
         for _ in range((MATH.segments - 1 - segment) * MATH.segment_iterations):
@@ -57,7 +59,8 @@ def _iterate_backward(dmatrix, logits, valid, MATH: tl.constexpr):
             else:
                 state, divided = _second_step(state, valid, MATH)
             history = history + (divided,)
-        dlog = tl.where(segment == 0, dmatrix * (tl.exp(state) if MATH.log_space else state), dlog)
+        last = rounded_product(dmatrix, tl.exp(state) if MATH.log_space else state)
+        dlog = tl.where(segment == 0, last, dlog)
         for step in tl.static_range(LENGTH):
             dlog = _step_backward(dlog, history[LENGTH - 1 - step], (step % 2 == 0) != MATH.rows_first)
     return _start_backward(dlog, logits, valid, MATH)
@@ -146,7 +149,7 @@ def _start_backward(dlog, logits, valid, MATH: tl.constexpr):
         dstart = tl.where(valid, tl.div_rn(dlog, tl.where(valid, start, 1.0)), 0.0)
         if MATH.init == "softmax":
             softmax = _softmax(logits, valid, ROWS)
-            return softmax * (dstart - tl.sum(dstart * softmax, ROWS, keep_dims=True))
+            return softmax * (dstart - tl.sum(rounded_product(dstart, softmax), ROWS, keep_dims=True))
         else:
             return tl.where(logits > 0, dstart, tl.where(logits < 0, -dstart, 0.0))
 

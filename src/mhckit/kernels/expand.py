@@ -29,7 +29,9 @@ def broadcast(h: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
     T, N, C = tokens_of(x)
     launch = write_launch(N, C)
     grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, launch.block_c))
-    broadcast_kernel[grid](h, x, T, C, factor, N=N, BLOCK_T=launch.block_t, BLOCK_C=launch.block_c, num_warps=launch.num_warps)
+    broadcast_kernel[grid](
+        h, x, T, C, factor, N=N, BLOCK_T=launch.block_t, BLOCK_C=launch.block_c, num_warps=launch.num_warps
+    )
     return x
 
 

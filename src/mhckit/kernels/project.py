@@ -37,9 +37,7 @@ def project_fwd(x: Tensor, phi: Tensor, norm_weight: Tensor | None) -> tuple[Ten
     z, mean_square = empty(x, *lead, P, dtype=FLOAT), empty(x, *lead, dtype=FLOAT)
     partials = project_partials(x, phi, norm_weight)
     grid = (triton.cdiv(T, 32), triton.cdiv(P, 32))
-    _sum_splits_kernel[grid](
-        *partials, z, mean_square, T, partials.z.shape[0], float(N * C), P, BLOCK_T=32, BLOCK_P=32
-    )
+    _sum_splits_kernel[grid](*partials, z, mean_square, T, partials.z.shape[0], float(N * C), P, BLOCK_T=32, BLOCK_P=32)
     return z, mean_square
 
 

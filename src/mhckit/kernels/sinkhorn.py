@@ -47,9 +47,7 @@ def sinkhorn_bwd(dres: Tensor, logits: Tensor, recipe: Recipe) -> Tensor:
     return dlogits
 
 
-def _launch(
-    logits: Tensor, res: Tensor | None, dres: Tensor | None, dlogits: Tensor | None, recipe: Recipe
-) -> None:
+def _launch(logits: Tensor, res: Tensor | None, dres: Tensor | None, dlogits: Tensor | None, recipe: Recipe) -> None:
     math, launch = math_of(recipe), sinkhorn_launch(recipe.streams)
     tokens = logits.numel() // recipe.residual_logits
     sinkhorn_kernel[(triton.cdiv(tokens, launch.block_t),)](

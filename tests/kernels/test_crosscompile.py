@@ -1,0 +1,45 @@
+"""Real compilation without a GPU: every configuration of 4 streams for sm_90, and a sample of the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TOOL = Path(__file__).parents[2] / "tools" / "crosscompile.py"
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, TOOL, *arguments], capture_output=True, text=True, timeout=1200)
+
+
+def test_kernels_compile_fit_and_do_not_spill() -> None:
+    result = _run("check", "--workers", "2")
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    assert ", 0 problems" in result.stdout
+
+
+def test_the_check_can_fail() -> None:
+    """It sees a kernel that spills."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(TOOL.parent)!r})
+import crosscompile
+from mhckit import Recipe
+from mhckit.kernels import _launch, _streams_bwd
+_streams_bwd.streams_bwd_launch = lambda *args, **kwargs: _launch.Launch(16, 64, 2)
+launches = crosscompile.launches_of("junction", Recipe.preset("deepseek_v4"), 256, "bf16", True)
+launch = next(launch for launch in launches if launch.name == "streams_bwd")
+found = crosscompile.problems(launch, crosscompile.compile_launch(launch, "sm_90"))
+assert len(found) == 1 and "bytes of stack" in found[0], found
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_sass_prints_what_the_compiler_made() -> None:
+    result = _run("sass", "--operator", "sinkhorn")
+    assert result.returncode == 0, result.stderr[-3000:]
+    header, *rows = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    assert {"registers", "stack", "shared", "SHFL", "STL", "LDL", "FFMA", "HMMA"} <= set(header)
+    assert [row[0] for row in rows] == ["sinkhorn", "sinkhorn"] and all(int(row[1]) > 8 for row in rows)
+    assert any(int(row[header.index("SHFL")]) > 0 for row in rows)
