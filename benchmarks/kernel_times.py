@@ -1,6 +1,6 @@
 """How long each kernel of an operator takes, beside the time its bytes take at the copy ceiling of the same run.
 
-    python benchmarks/kernel_times.py --output benchmarks/results/kernel_times.jsonl --commit $(git rev-parse --short HEAD)
+    make kernel-times
 
 The operator runs once with the launches recorded; each launch is then repeated alone, with a cold L2 cache. Bytes are
 those of the tensors a kernel is given, each counted once: what it must read and write at least.

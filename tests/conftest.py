@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per worker, reproducible hypothesis, and interpreted kernels where there is no GPU."""
+"""Shared by all tests: one thread per worker, reproducible hypothesis, interpreted kernels where there is no GPU."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def configurations(everything: bool) -> list[Configuration]:
     others = ("sm_80", "sm_100", "gfx942")
     if not everything:
         listed += [
-            Configuration(("junction",), deepseek.replace(streams=n), 2048, "bf16", True, ("sm_90",)) for n in (2, 3, 8)
+            Configuration(("junction",), deepseek.replace(streams=n), 2048, "bf16", True, ("sm_90",)) for n in (2, 3, 5)
         ]
         listed += [Configuration(("junction",), deepseek, 4096, "bf16", True, others)]
         return listed

@@ -18,6 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--commit", default="unknown", help="the commit under test, for the summary")
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say what failed at once: a run that is cut off prints no summary."""
+    if report.failed:
+        print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-600:]}", flush=True)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path: Path | None = session.config.getoption("--summary")
     if path is None or hasattr(session.config, "workerinput"):

@@ -92,11 +92,22 @@ def test_a_new_number_of_tokens_compiles_nothing(monkeypatch: pytest.MonkeyPatch
     assert compiled, "this test cannot see compilations"
 
 
+class Scale(torch.nn.Module):
+    """A sublayer without matrix products, whose bits could depend on what cuBLAS chooses."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(dim))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return (h * self.weight).tanh()
+
+
 def _network(recipe: str, layers: int = 3, dim: int = 96) -> tuple[list[torch.nn.Module], HyperHead]:
     torch.manual_seed(0)
     kind = RECIPES[recipe]
     blocks = [
-        torch.nn.ModuleList([HyperConnection(dim, kind, layer_index=i, norm=True), torch.nn.Linear(dim, dim)]).cuda()
+        torch.nn.ModuleList([HyperConnection(dim, kind, layer_index=i, norm=True), Scale(dim)]).cuda()
         for i in range(layers)
     ]
     return blocks, HyperHead(dim, kind).cuda()

@@ -1,8 +1,8 @@
 """Triton kernels, one module per operator, imported by name on first use.
 
 A module ``mhckit.kernels.<op>`` defines ``<op>_fwd`` and ``<op>_bwd`` with the arguments of the operators of that name
-(the contract is in ``mhckit/ops/_register.py``). They allocate and launch; the kernels themselves are few, and serve all
-operators with parts left out:
+(the contract is in ``mhckit/ops/_register.py``). They allocate and launch; the kernels themselves are few, and serve
+all operators with parts left out:
 
     _write_project    F1   y = H x + post f, and partial sums of y phi^T
     _read             F2   coefficients from these sums, and the collapse x_in = w . y

@@ -1,8 +1,8 @@
 """A Recipe as the kernels see it: one compile-time constant per fact they branch on.
 
 The sizes, the kinds and the epsilons are read inside kernels as ``MATH.streams``, ``MATH.residual == "sinkhorn"`` and
-so on, and cost nothing at run time. Triton tells compiled kernels apart by the repr of their constants, so it is short
-and worked out once.
+so on, and cost nothing at run time. Triton tells compiled kernels apart, on disk too, by the repr of their constants:
+it names every value, the derived ones as well, and is worked out once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Math:
     step that belongs to it is done beside the `iterations` that follow, in `segments` of `segment_iterations`.
     """
 
-    name: str
     streams: int
     pre: str
     post: str
@@ -66,9 +65,10 @@ class Math:
         )
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "_repr", f"Math({', '.join(f'{k}={v}' for k, v in vars(self).items())})")
 
     def __repr__(self) -> str:
-        return f"Math({self.name})"
+        return self._repr
 
 
 @functools.lru_cache(maxsize=1024)
@@ -78,7 +78,6 @@ def math_of(recipe: Recipe, *, residual: str | None = None) -> Math:
     residual = residual if residual and recipe.residual_logits else recipe.residual
     softmax = recipe.init == "softmax"
     return Math(
-        name=f"{residual}: {recipe.key}",
         streams=recipe.streams,
         pre="free" if free else "normalized" if recipe.normalized_pre else "sigmoid",
         post="free" if free else "sigmoid",
@@ -107,7 +106,6 @@ def math_of(recipe: Recipe, *, residual: str | None = None) -> Math:
 def math_of_head(recipe: Recipe) -> Math:
     """A learned head: read weights alone, always through a sigmoid and never normalised."""
     return Math(
-        name=f"head: {recipe.key}",
         streams=recipe.streams,
         pre="sigmoid",
         post="none",
@@ -122,4 +120,4 @@ def math_of_head(recipe: Recipe) -> Math:
 @functools.lru_cache(maxsize=64)
 def math_of_streams(streams: int) -> Math:
     """No coefficients at all: given weights collapse the streams."""
-    return Math(name=f"streams: {streams}", streams=streams, pre="given", post="none", residual="none", logits=0)
+    return Math(streams=streams, pre="given", post="none", residual="none", logits=0)

@@ -5,8 +5,8 @@
     dbias  = sum_t D        dscale[group] = sum_t sum_{p in group} D z r        db = sum_t df
 
 Tokens are summed in chunks of fixed length into slots of their own, and the slots in order: no atomics, and the same
-bits in every run. One pass over y, and over e if the norm's weight is wanted: 8C to 10C bytes per token for 4 streams of
-2-byte activations.
+bits in every run. One pass over y, and over e if the norm's weight is wanted: 8C to 10C bytes per token for 4 streams
+of 2-byte activations.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from ._coefficients import (
     residual_index,
     stream_index,
 )
-from ._device import channels_exist, collapse, load_float, load_streams, store_as, tokens_of_program
-from ._launch import read_launch, tokens_of
+from ._device import channels_exist, collapse, load_float, load_streams, rounded_product, store_as, tokens_of_program
+from ._launch import read_launch
 from ._math import Math
 from ._residual import residual_map
 from ._write_project import Projection
@@ -63,9 +63,8 @@ def read_kernel(
 ):
     if MATH.rows > 0:
         t, live = tokens_of_program(T, BLOCK_T)
-        _coefficients(
-            y, partials, squares, scale, bias, pre, post, res, z, mean_square, t, live, splits, T, width, MATH
-        )
+        sums = (partials, squares, splits, width)
+        _coefficients(y, sums, scale, bias, pre, post, res, z, mean_square, t, live, T, MATH)
     if WEIGHTS != "none":
         if WEIGHTS == "pre":
             tl.debug_barrier()  # the weights that other threads of this program have just stored are loaded again
@@ -76,9 +75,8 @@ def read_kernel(
 
 
 @triton.jit
-def _coefficients(
-    y, partials, squares, scale, bias, pre, post, res, z, mean_square, t, live, splits, T, width, MATH: tl.constexpr
-):
+def _coefficients(y, sums, scale, bias, pre, post, res, z, mean_square, t, live, T, MATH: tl.constexpr):
+    partials, squares, splits, width = sums
     r = tl.zeros((t.shape[0],), tl.float32)
     if MATH.dynamic:
         square = load_float(squares, t, live)
@@ -153,7 +151,7 @@ def _collapse_row(
         for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
             c = start + tl.arange(0, BLOCK_C)
             a = _collapse(y, columns, t, c, channels_exist(c, C, BLOCK_C), C, N)
-            square += a * a
+            square += rounded_product(a, a)
         inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(square, 0) / C + norm_eps))
         store_as(u, t, inverse, True)
         for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):

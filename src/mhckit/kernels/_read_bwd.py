@@ -6,7 +6,8 @@
     dz = D scale r      k = 2/K dL/dms      sums over this program's tokens of D and of D z r
 
 so that the gradient of y, in `_streams_bwd`, is  g + w_i d + dz phi + k y  with d = e; with a norm, with u w_i in place
-of w_i, d = n e - b (u a). The iteration of Sinkhorn runs again on chip. Reads y and e: 10C bytes per token for 4 streams of 2-byte activations.
+of w_i, d = n e - b (u a). The iteration of Sinkhorn runs again on chip. Reads y and e: 10C bytes per token for 4
+streams of 2-byte activations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The residual map on chip, forward and backward, for a block of tokens.
 
-Matrices are [tokens, S, S] as the recipe stores them, padded to a power of two with `valid` false (R = 0) outside.
-MATH is a `_math.Math`. The formulas and the reasons for log space are in ops/sinkhorn.py. The backward runs the iteration again and keeps the
-matrix after each step in registers: nothing of it goes through memory.
+Matrices are [tokens, S, S] as the recipe stores them, padded to a power of two with `valid` false (R = 0) outside. MATH
+is a `_math.Math`. The formulas and the reasons for log space are in ops/sinkhorn.py. The backward runs the iteration
+again and keeps the matrix after each step in registers: nothing of it goes through memory.
 """
 
 import triton
@@ -130,10 +130,7 @@ def _start(logits, valid, MATH: tl.constexpr):
 
 @triton.jit
 def _linear_start(logits, valid, MATH: tl.constexpr):
-    if MATH.init == "softmax":
-        start = _softmax(logits, valid, ROWS)
-    else:
-        start = tl.abs(logits)
+    start = _softmax(logits, valid, ROWS) if MATH.init == "softmax" else tl.abs(logits)
     return tl.where(valid, start + MATH.eps, 0.0)
 
 

@@ -7,8 +7,8 @@
                dH[t,o,i] = sum_c G[t,o,c] x[t,i,c]     dpost[t,o] = sum_c G[t,o,c] (f[t,c] + b[c])
                y recomputed from x and f, rounded as in forward
 
-Every part of G is optional. dz, k, w (times u, with a norm) and b come from `_read_bwd`. G itself is never stored. Reads g, d, x and f, writes
-dx and df: 30C bytes per token for 4 streams of 2-byte activations.
+Every part of G is optional. dz, k, w (times u, with a norm) and b come from `_read_bwd`. G itself is never stored.
+Reads g, d, x and f, writes dx and df: 30C bytes per token for 4 streams of 2-byte activations.
 """
 
 from __future__ import annotations
@@ -109,6 +109,9 @@ def streams_bwd_kernel(
             if norm_weight is not None:
                 d = load_float(norm_weight, c, here)[None, :] * d - share * collapse(weights, y, N)
         next_sums = ()
+        dx_tiles = ()
+        if f is not None:
+            df_tile = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
         for o in tl.static_range(N):
             G = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
             if phi is not None:
@@ -121,7 +124,7 @@ def streams_bwd_kernel(
             if f is None:
                 store_as(dx, at + o * C, G, tile)
             else:
-                df_tile = post_columns[o] * G if o == 0 else df_tile + post_columns[o] * G
+                df_tile += post_columns[o] * G
                 next_sums = next_sums + (sums[len(next_sums)] + fold(G * f_tile, BLOCK_T, BLOCK_C, MMA_WARPS),)
                 if res is None:
                     store_as(dx, at + o * C, G, tile)
@@ -130,7 +133,7 @@ def streams_bwd_kernel(
                         next_sums = next_sums + (
                             sums[len(next_sums)] + fold(G * streams[i], BLOCK_T, BLOCK_C, MMA_WARPS),
                         )
-                    dx_tiles = _add_mixed(dx_tiles if o > 0 else (), G, res_columns, o, N)
+                    dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
         if f is not None:
             sums = next_sums
             store_as(df, t[:, None] * C + c[None, :], df_tile, tile)
