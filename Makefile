@@ -21,7 +21,7 @@ test: $(VENV)/installed
 
 # pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors.
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) -q tests/gpu tests/kernels \
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) -q tests/kernels tests/gpu \
 		--ignore tests/kernels/test_crosscompile.py --summary $(RESULTS)/test_gpu.jsonl --commit $(COMMIT)
 
 kernel-times:

@@ -20,7 +20,7 @@ def test_kernels_compile_fit_and_do_not_spill() -> None:
 
 
 def test_the_check_can_fail() -> None:
-    """It sees a kernel that spills."""
+    """It sees a kernel that spills, and one that fuses products into sums across threads."""
     code = f"""
 import sys
 sys.path.insert(0, {str(TOOL.parent)!r})
@@ -32,6 +32,9 @@ launches = crosscompile.launches_of("junction", Recipe.preset("deepseek_v4"), 25
 launch = next(launch for launch in launches if launch.name == "streams_bwd")
 found = crosscompile.problems(launch, crosscompile.compile_launch(launch, "sm_90"))
 assert len(found) == 1 and "bytes of stack" in found[0], found
+shuffled = ["SHFL.BFLY PT, R5, R2, 0x10, 0x1f", "MOV R7, R1", "FFMA R5, R0, R0, R5"]
+assert crosscompile._fused_sums(shuffled) == 1
+assert crosscompile._fused_sums([shuffled[0], "FADD R5, R2, R5", shuffled[2]]) == 0
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 

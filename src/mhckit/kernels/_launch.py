@@ -1,7 +1,9 @@
 """Launch parameters as data: one frozen value per kernel, from one heuristic per kernel.
 
-They are functions of N, P, C and dtypes alone, never of the number of tokens: a token's result must not depend on its
-batch, and a new batch size must not compile anything.
+They are functions of N, P and C alone, never of the number of tokens: a token's result must not depend on its batch,
+and a new batch size must not compile anything. Their source so far is the compiler, not the clock: the widest tiles
+that spill no registers for 4 streams of bfloat16 on sm_90 (`make sass`; CI holds them to it). What that costs is in
+benchmarks/results/kernel_times.jsonl.
 """
 
 from __future__ import annotations
@@ -47,14 +49,14 @@ def rows_per_block(rows: int) -> int:
     return min(max(triton.next_power_of_2(max(rows, 1)), 16), 256)
 
 
-def write_launch(streams: int, channels: int) -> Launch:
+def write_launch(channels: int) -> Launch:
     """`post` forward: about a thousand channels of one token, or of a few tokens where C is small."""
     block_c = min(triton.next_power_of_2(channels), 1024)
     return Launch(block_t=max(1, 256 // block_c), block_c=block_c, num_warps=4)
 
 
-def write_project_launch(streams: int, channels: int, rows: int, dtype: torch.dtype) -> Launch:
-    """F1 and the projection alone. The wider the accumulators and the streams, the narrower the channel step."""
+def write_project_launch() -> Launch:
+    """F1 and the projection alone: a warp group's tile of tokens. Wider steps spill: y is made where the dot wants it."""
     return Launch(block_t=64, block_c=16, num_warps=4, num_stages=3)
 
 
@@ -82,7 +84,7 @@ def streams_bwd_launch(streams: int, channels: int, dots: bool) -> Launch:
     return Launch(block_t=16, block_c=_channel_step(channels, 64 if channels % 64 == 0 else 32), num_warps=8)
 
 
-def parameters_bwd_launch(streams: int, channels: int, rows: int, dtype: torch.dtype) -> Launch:
+def parameters_bwd_launch(streams: int, channels: int, rows: int) -> Launch:
     """P: all streams of a channel tile, so accumulators grow with both N and P."""
     step = max(16, min(64, 8192 // (triton.next_power_of_2(streams) * rows)))
     return Launch(block_t=32, block_c=_channel_step(channels, step), num_warps=4)

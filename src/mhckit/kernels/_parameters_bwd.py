@@ -154,7 +154,7 @@ def phi_gradients(
     rows = min(rows_per_block(P), 64)
     phi_sums = None if dz is None else empty(y, chunks, P, N * C, dtype=FLOAT)
     norm_sums = None if out_norm is None else empty(y, chunks, C, dtype=FLOAT)
-    launch = parameters_bwd_launch(N, C, rows, y.dtype)
+    launch = parameters_bwd_launch(N, C, rows)
     grid = (triton.cdiv(C, launch.block_c), chunks, max(triton.cdiv(P, rows), 1))
     chunk_sums_kernel[grid](
         y, dz, *((None, None) if out_norm is None else out_norm[1:]), phi_sums, norm_sums, T, C, P,

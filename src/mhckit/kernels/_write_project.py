@@ -108,7 +108,7 @@ def write(x: Tensor, f: Tensor, f_bias: Tensor | None, post: Tensor, res: Tensor
     """y alone."""
     T, N, C = tokens_of(x)
     y = empty(x, *x.shape)
-    launch = write_launch(N, C)
+    launch = write_launch(C)
     grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, launch.block_c), 1)
     write_project_kernel[grid](
         x, f, f_bias, post, res, None, None, y, None, None, T, C, 0,
@@ -148,7 +148,7 @@ def _project(
     P = phi.shape[0]
     splits, rows = triton.cdiv(C, PROJECTION_WIDTH), rows_per_block(P)
     partials = Projection(empty(phi, splits, T, P, dtype=FLOAT), empty(phi, splits, T, dtype=FLOAT))
-    launch = write_project_launch(N, C, rows, x.dtype)
+    launch = write_project_launch()
     grid = (triton.cdiv(T, launch.block_t), splits, triton.cdiv(P, rows))
     write_project_kernel[grid](
         x, f, f_bias, post, res, phi, norm_weight, y, *partials, T, C, P,

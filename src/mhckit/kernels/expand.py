@@ -27,7 +27,7 @@ def broadcast_kernel(h, x, T, C: tl.constexpr, factor, N: tl.constexpr, BLOCK_T:
 def broadcast(h: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
     """Fill x [..., N, C] with h [..., C] times factor."""
     T, N, C = tokens_of(x)
-    launch = write_launch(N, C)
+    launch = write_launch(C)
     grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, launch.block_c))
     broadcast_kernel[grid](
         h, x, T, C, factor, N=N, BLOCK_T=launch.block_t, BLOCK_C=launch.block_c, num_warps=launch.num_warps
