@@ -56,7 +56,7 @@ def write_launch(channels: int) -> Launch:
 
 
 def write_project_launch() -> Launch:
-    """F1 and the projection alone: a warp group's tile of tokens. Wider steps spill: y is made where the dot wants it."""
+    """F1 and the projection alone: a warp group's tile of tokens. Wider steps spill: y is made where the dot has it."""
     return Launch(block_t=64, block_c=16, num_warps=4, num_stages=3)
 
 
