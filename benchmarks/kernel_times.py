@@ -51,9 +51,9 @@ def recorded_launches(run: Any) -> list[tuple[JITFunction, tuple[Any, ...], dict
     return launches
 
 
-def measure(operator: str, recipe: Recipe, tokens: int, channels: int, optional: bool, ceiling: float) -> list[dict]:
+def measure(operator: str, recipe: Recipe, tokens: int, channels: int, ceiling: float) -> list[dict]:
     call = make_call(
-        operator, recipe, lead=(tokens,), channels=channels, dtype=torch.bfloat16, device="cuda", optional=optional
+        operator, recipe, lead=(tokens,), channels=channels, dtype=torch.bfloat16, device="cuda", optional=False
     ).requires_grad()
 
     def run() -> None:
@@ -73,7 +73,6 @@ def measure(operator: str, recipe: Recipe, tokens: int, channels: int, optional:
                 "streams": recipe.streams,
                 "channels": channels,
                 "dtype": "bfloat16",
-                "optional": optional,
                 "microseconds": round(microseconds, 2),
                 "bytes": moved,
                 "floor_microseconds": round(moved / ceiling * 1e6, 2),
@@ -100,7 +99,7 @@ def main(
     table = Table("operator", "tokens x C", "kernel", "us", "floor us", "of ceiling", box=None)
     cases = [(operator, shape) for shape in SHAPES for operator in OPERATORS]
     for operator, (tokens, channels) in track(cases, "measuring", console=Console(stderr=True)):
-        for line in measure(operator, Recipe.preset(recipe), tokens, channels, False, ceiling):
+        for line in measure(operator, Recipe.preset(recipe), tokens, channels, ceiling):
             shown = (f"{line['microseconds']:.1f}", f"{line['floor_microseconds']:.1f}", f"{line['of_ceiling']:.0%}")
             table.add_row(operator, f"{tokens} x {channels}", line["kernel"], *shown)
             if output is not None:

@@ -4,7 +4,7 @@
     python tools/crosscompile.py check --everything                                 all configurations, all targets
 
 Launches are not written down here: the operators run for real on CPU tensors, with the launch of each kernel recorded
-instead of made. So what is compiled is what a GPU would be asked to run: same constants, same types, same options.
+instead of made. So what is compiled is what a GPU would be asked to run: its constants, types and options.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def record(run: Any) -> list[Launch]:
         launches[_launch(self, bound)] = None
 
     saved = JITFunction.run, _runtime.check
-    JITFunction.run, _runtime.check = remember, lambda device_type: None
+    JITFunction.run, _runtime.check = remember, lambda device: None
     try:
         with mhckit.backend("triton"):
             run()

@@ -13,6 +13,7 @@ from recipes import every_recipe
 
 from mhckit.testing import OPERATORS, make_call
 
+torch.use_deterministic_algorithms(True)  # fills what is uninitialised with NaN
 RECIPES = every_recipe()
 for operator in OPERATORS:
     for name in ("deepseek_v4", "mhc_lite") if operator in ("junction", "enter", "sinkhorn") else ("deepseek_v4",):

@@ -25,8 +25,9 @@ def _call(operator: str, tokens: int = 513, channels: int = 1056, name: str = "d
 
 
 @each_operator
-def test_twenty_runs_give_the_same_bits(operator: str) -> None:
-    call = _call(operator)
+@pytest.mark.parametrize(("channels", "dtype"), [(1056, torch.bfloat16), (37, torch.float32)])
+def test_twenty_runs_give_the_same_bits(operator: str, channels: int, dtype: torch.dtype) -> None:
+    call = _call(operator, channels=channels, dtype=dtype)
     first = run(call, "triton")
     for _ in range(19):
         again = run(call, "triton")
@@ -52,6 +53,7 @@ def test_a_token_alone_and_in_a_batch(operator: str, name: str, dtype: torch.dty
         for got, want in zip(alone, outputs, strict=True):
             assert torch.equal(got[0], want[token]), token
         for key, tensor in one.tensors.items():
+            assert (tensor.grad is None) == (leaves.tensors[key].grad is None), key
             if key not in PARAMETERS and tensor.grad is not None:
                 assert torch.equal(tensor.grad[0], leaves.tensors[key].grad[token]), (key, token)
 
@@ -173,8 +175,9 @@ def test_compiled(operator: str) -> None:
     want = run(call, "auto")
     for i, output in enumerate(outputs):
         assert torch.equal(output, want[f"output {i}"]), i
+    assert {f"d{name}" for name, tensor in call.tensors.items() if tensor.grad is not None} <= want.keys()
     for name, tensor in call.tensors.items():
-        if tensor.grad is not None:
+        if f"d{name}" in want:
             assert torch.equal(tensor.grad, want[f"d{name}"]), name
 
 

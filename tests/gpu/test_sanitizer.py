@@ -1,4 +1,4 @@
-"""compute-sanitizer finds no bad access and no race in any kernel."""
+"""compute-sanitizer finds no access out of bounds and no hazard in shared memory, in any kernel."""
 
 from __future__ import annotations
 

@@ -12,6 +12,9 @@ almost cancel, such as the gradient of scale, lose that much in some orders.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -21,6 +24,17 @@ from mhckit.testing import Call, relative_error
 PARAMETERS = ("phi", "scale", "bias", "norm_weight", "out_norm_weight", "f_bias", "fn", "base")
 ORDERS = 12
 FLOAT32_RELATIVE = {"cuda": 1e-5, "cpu": 5e-6}
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Torch fills uninitialised memory with NaN: an element that a kernel does not write shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(2).isnan().all() and torch.ones(1).new_empty(2, dtype=torch.bfloat16).isnan().all()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def run(call: Call, backend: str, cotangents: list[Tensor] | None = None) -> dict[str, Tensor]:

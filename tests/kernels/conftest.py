@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from accuracy import poisoned_memory
 
 if not torch.cuda.is_available():
     import interpreter
@@ -15,8 +16,5 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Torch fills uninitialised memory with NaN: an element that a kernel does not write shows."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.empty(2).isnan().all() and torch.ones(1).new_empty(2, dtype=torch.bfloat16).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        yield

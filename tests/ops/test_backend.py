@@ -34,7 +34,7 @@ def kernel_of_expand(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     module.__dict__.update(expand_fwd=expand_fwd, expand_bwd=expand_bwd)
     monkeypatch.setitem(sys.modules, "mhckit.kernels.expand", module)
     anywhere = types.ModuleType("mhckit.kernels._runtime")
-    anywhere.__dict__.update(check=lambda device_type: None)
+    anywhere.__dict__.update(check=lambda device: None)
     monkeypatch.setitem(sys.modules, "mhckit.kernels._runtime", anywhere)
     _register._kernel.cache_clear()
     yield ran
@@ -145,6 +145,8 @@ def test_explain(kernel_of_expand: list[str]) -> None:
         assert mhckit.explain(x.bfloat16()) == "Triton kernels: backend is 'triton' and x is bfloat16 on cpu"
         assert mhckit.explain(x.double()).startswith("raises: backend is 'triton' and x is float64 on cpu, but the")
         assert "at most 8 streams" in mhckit.explain(torch.randn(3, 9, 5))
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., N, C\] with at least 2 axes"):
+        mhckit.explain(torch.randn(5))
 
 
 def test_blocks_nest_and_restore() -> None:

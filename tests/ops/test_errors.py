@@ -29,7 +29,7 @@ def _shorter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 WRONG_SHAPES = [
-    ("project", "phi", PAPER, "phi must be [P, N*C] with N*C = 20, got (24, 19)"),
+    ("project", "phi", PAPER, "phi must be [P, N*C] with P >= 1 and N*C = 20, got (24, 19)"),
     ("project", "norm_weight", PAPER, "norm_weight must be [N*C] = (20,), got (19,)"),
     ("activate", "z", PAPER, "z must be [..., P] = (2, 3, 24), got (2, 3, 23)"),
     ("activate", "mean_square", PAPER, "mean_square must be [...] = (2, 3), got (2, 2)"),

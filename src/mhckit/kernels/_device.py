@@ -144,16 +144,19 @@ def folded_zeros(BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MMA_WARPS: tl.con
 
 
 @triton.jit
-def fold(tile, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MMA_WARPS: tl.constexpr):
-    """A first sum over channels that crosses no thread, so that a loop can accumulate cheaply; `unfold_sum` ends it.
+def fold(a, b, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MMA_WARPS: tl.constexpr):
+    """A first sum of a * b over some channels, so that a loop can accumulate cheaply; `unfold_sum` ends it.
 
     Tiles that come from a dot lie in the layout of the tensor cores: pairs of channels in a thread, four threads, then
-    MMA_WARPS warps side by side, repeated. Other tiles (MMA_WARPS = 0) hold eight neighbours in a thread.
+    MMA_WARPS warps side by side, repeated; summed like this, nothing crosses a thread. Other tiles (MMA_WARPS = 0) are
+    summed over eight neighbours, which are in one thread where 16-byte loads are (2-byte activations, C a multiple
+    of 8), and in several otherwise.
     """
     if MMA_WARPS > 0:
+        tile = a * b
         return tl.sum(tl.sum(tl.reshape(tile, (BLOCK_T, BLOCK_C // 8 // MMA_WARPS, MMA_WARPS, 4, 2)), 4), 1)
     else:
-        return tl.sum(tl.reshape(tile, (BLOCK_T, BLOCK_C // 8, 8)), 2)
+        return tl.sum(tl.reshape(rounded_product(a, b), (BLOCK_T, BLOCK_C // 8, 8)), 2)
 
 
 @triton.jit

@@ -71,12 +71,15 @@ def read_bwd_launch(streams: int, channels: int) -> Launch:
     return Launch(block_t=16, block_c=_channel_step(channels, 128 if streams <= 4 else 64), num_warps=8)
 
 
-def streams_bwd_launch(streams: int, channels: int, dots: bool) -> Launch:
-    """J: with dots 16 tokens at least, a tensor core's tile; without, the tile of `post`.
+def streams_bwd_launch(streams: int, channels: int, *, dots: bool, sums_df: bool = False) -> Launch:
+    """J: with dots 16 tokens at least, a tensor core's tile; without, the tile of `post`, unless df is to be summed
+    over the tokens of each program: the more tokens, the fewer partial sums.
 
     A thread holds the N^2 + 2N coefficients of two tokens. Masked tiles and more streams leave fewer registers for the
     rest, and phi fewer bytes of shared memory for loads in flight.
     """
+    if not dots and sums_df:
+        return Launch(block_t=16, block_c=_channel_step(channels, 64), num_warps=4)
     if not dots:
         return Launch(block_t=1, block_c=_channel_step(channels, 1024 if streams <= 4 else 512), num_warps=4)
     if streams > 4:
@@ -96,5 +99,5 @@ def _channel_step(channels: int, most: int) -> int:
 
 
 def sinkhorn_launch(streams: int) -> Launch:
-    """A matrix entry per thread."""
+    """Two matrix entries per thread, whatever N."""
     return Launch(block_t=max(1, 256 // triton.next_power_of_2(streams) ** 2), block_c=1, num_warps=4)

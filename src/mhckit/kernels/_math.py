@@ -23,7 +23,8 @@ MAX_SEGMENT_ITERATIONS = 24
 class Math:
     """Attributes that are not a Recipe's own: the ``padded_*`` sizes are the powers of two that Triton wants.
 
-    pre: "sigmoid", "normalized" or "free"; post: "sigmoid", "free" or "none" (a head has no write weights).
+    pre: "sigmoid", "normalized", "free", or "given" where there are no coefficients.
+    post: "sigmoid", "free" or "none" (a head has no write weights).
     residual: the recipe's residual map, "none", or "logits": the logits themselves are wanted.
     transposed: the matrix is stored [in, out].
     log_space: Sinkhorn runs on log R. A softmax takes the place of the first row step; with `first_cols` the column
@@ -74,8 +75,8 @@ class Math:
 @functools.lru_cache(maxsize=1024)
 def math_of(recipe: Recipe, *, residual: str | None = None) -> Math:
     """The coefficients of a recipe; with ``residual="logits"`` without the residual map."""
-    free = recipe.residual == "free"
-    residual = residual if residual and recipe.residual_logits else recipe.residual
+    free, logits_only = recipe.residual == "free", residual == "logits"
+    residual = "logits" if logits_only and recipe.residual_logits else recipe.residual
     softmax = recipe.init == "softmax"
     return Math(
         streams=recipe.streams,
@@ -98,7 +99,7 @@ def math_of(recipe: Recipe, *, residual: str | None = None) -> Math:
         normalized_pre_eps=recipe.normalized_pre_eps,
         post_scale=recipe.post_scale,
         post_eps=recipe.post_eps,
-        round_mix=recipe.round_mix and residual != "logits",
+        round_mix=recipe.round_mix and not logits_only,
     )
 
 

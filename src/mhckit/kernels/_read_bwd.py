@@ -83,7 +83,7 @@ def read_bwd_kernel(
     if MATH.rows > 0:
         ms = tl.zeros((BLOCK_T,), tl.float32)
         if MATH.dynamic:
-            ms = load_float(mean_square, t, live)
+            ms = tl.where(live, load_float(mean_square, t, live), 1.0)  # 1 / 0 beyond the last token would spread
         r = reciprocal_rms(ms, MATH)
         z_pre = _load_rows(z, 0, n, is_stream, t, live, T, MATH)
         logits_pre, inner_pre = logits_of(z_pre, r[:, None], scale, bias, 0, n, is_stream, MATH)

@@ -35,7 +35,7 @@ from ._device import (
     unfold_sum,
     write_stream,
 )
-from ._launch import FLOAT, PRECISION, rows_per_block, streams_bwd_launch, tokens_of
+from ._launch import FLOAT, PRECISION, Launch, rows_per_block, streams_bwd_launch, tokens_of
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -125,13 +125,13 @@ def streams_bwd_kernel(
                 store_as(dx, at + o * C, G, tile)
             else:
                 df_tile += post_columns[o] * G
-                next_sums = next_sums + (sums[len(next_sums)] + fold(G * f_tile, BLOCK_T, BLOCK_C, MMA_WARPS),)
+                next_sums = next_sums + (sums[len(next_sums)] + fold(G, f_tile, BLOCK_T, BLOCK_C, MMA_WARPS),)
                 if res is None:
                     store_as(dx, at + o * C, G, tile)
                 else:
                     for i in tl.static_range(N):
                         next_sums = next_sums + (
-                            sums[len(next_sums)] + fold(G * streams[i], BLOCK_T, BLOCK_C, MMA_WARPS),
+                            sums[len(next_sums)] + fold(G, streams[i], BLOCK_T, BLOCK_C, MMA_WARPS),
                         )
                     dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
         if f is not None:
@@ -184,7 +184,7 @@ def _dot_phi(
 
 @triton.jit
 def _rounded_writes(streams, f, post, res, x, N: tl.constexpr):
-    """y as forward stored it."""
+    """y as forward stored it, up to how the compiler fuses products and sums."""
     tiles = ()
     for o in tl.static_range(N):
         tiles = tiles + (write_stream(o, streams, f, post, res, N).to(x.dtype.element_ty).to(tl.float32),)
@@ -231,7 +231,8 @@ def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, pr
     """dx = G"""
     dx = empty(x, *x.shape)
     y = x if projection.phi is not None or collapse.norm_weight is not None else None
-    _launch(x, g, collapse, projection, (y, None, None, None, None), (dx, None, None, None, None))
+    launch = streams_bwd_launch(x.shape[-2], x.shape[-1], dots=projection.phi is not None)
+    _launch(x, g, collapse, projection, (y, None, None, None, None), (dx, None, None, None, None), launch)
     return dx
 
 
@@ -241,7 +242,7 @@ def write_streams_bwd(
     """dx, df, partial sums of df over tokens if there is a bias, dpost, dres."""
     f, f_bias, post, res = write
     T, N, C = tokens_of(x)
-    launch = streams_bwd_launch(N, C, dots=projection.phi is not None)
+    launch = streams_bwd_launch(N, C, dots=projection.phi is not None, sums_df=f_bias is not None)
     gradients = (
         empty(x, *x.shape),
         empty(f, *f.shape),
@@ -249,7 +250,7 @@ def write_streams_bwd(
         empty(post, *post.shape),
         None if res is None else empty(res, *res.shape),
     )
-    _launch(x, g, collapse, projection, (x, *write), gradients)
+    _launch(x, g, collapse, projection, (x, *write), gradients, launch)
     return gradients
 
 
@@ -260,11 +261,11 @@ def _launch(
     projection: ProjectionGradient,
     streams: tuple[Tensor | None, ...],
     gradients: tuple[Tensor | None, ...],
+    launch: Launch,
 ) -> None:
     T, N, C = tokens_of(like)
     P = 0 if projection.phi is None else projection.phi.shape[0]
     rows = min(rows_per_block(P), 64)
-    launch = streams_bwd_launch(N, C, dots=P > 0)
     # A write-back sums over all channels of a token; a read alone can share them out.
     writes = streams[1] is not None
     width = 0 if writes else max(launch.block_c, min(512, triton.next_power_of_2(C)))

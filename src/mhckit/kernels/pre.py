@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mhckit.ops._register import absent, empty, pack
+from mhckit.ops._register import empty, pack
 
 from ._launch import FLOAT, tokens_of
 from ._math import math_of_streams
@@ -46,4 +46,4 @@ def pre_bwd(
     dnorm_weight = None
     if norm_weight is not None and need_norm_weight:
         _, _, dnorm_weight = phi_gradients(x, None, None, None, out_norm=(norm_weight, dx_in, read_weights))
-    return pack((dx, dpre, dnorm_weight), otherwise=absent(x))
+    return pack((dx, dpre, dnorm_weight), otherwise=x)

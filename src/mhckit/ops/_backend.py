@@ -12,6 +12,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ._check import check_streams
+
 Backend = Literal["auto", "reference", "triton"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
@@ -66,12 +68,13 @@ def explain(x: Tensor) -> str:
 
     Says so too where a call would raise, and what to do about it.
     """
+    _, streams, _ = check_streams(x)
     what = f"x is {str(x.dtype).removeprefix('torch.')} on {x.device}"
     if _wants_reference(x):
         return f"torch reference: backend is {_active!r} and {what}"
     try:
-        choose("explain", x, x.shape[-2])
-        importlib.import_module("mhckit.kernels._runtime").check(x.device.type)
+        choose("junction", x, streams)
+        importlib.import_module("mhckit.kernels._runtime").check(x.device)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         return f"raises: backend is {_active!r} and {what}, but {error}"
     return f"Triton kernels: backend is {_active!r} and {what}"

@@ -45,7 +45,7 @@ def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Cal
         device = next(arg for arg in rest if isinstance(arg, Tensor)).device
         if chosen == "triton":
             with _current(device):
-                return _kernel(name, device.type)(*[_aligned(arg) for arg in rest])
+                return _kernel(name, device)(*[_aligned(arg) for arg in rest])
         with _without_autocast(device.type):
             return _contiguous(reference(*rest))
 
@@ -153,10 +153,10 @@ class _Backward(Operator):
 
 
 @functools.cache
-def _kernel(name: str, device_type: str) -> Callable[..., Any]:
+def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
     """A kernel's launcher, loaded on first use; raises where Triton cannot run it."""
     try:
-        importlib.import_module("mhckit.kernels._runtime").check(device_type)
+        importlib.import_module("mhckit.kernels._runtime").check(device)
     except ImportError as error:
         raise RuntimeError(
             f"the Triton kernel of mhckit::{name} cannot be loaded: {error}; "

@@ -119,7 +119,7 @@ def project(x: Tensor, phi: Tensor, *, norm_weight: Tensor | None = None) -> tup
     _, streams, channels = check_streams(x)
     width = streams * channels
     check_tensor("phi", phi, "[P, N*C]", like=x)
-    if phi.ndim != 2 or phi.shape[1] != width:
-        raise ValueError(f"phi must be [P, N*C] with N*C = {width}, got {tuple(phi.shape)}")
+    if phi.ndim != 2 or phi.shape[0] < 1 or phi.shape[1] != width:
+        raise ValueError(f"phi must be [P, N*C] with P >= 1 and N*C = {width}, got {tuple(phi.shape)}")
     check_optional("norm_weight", norm_weight, "[N*C]", (width,), like=x)
     return _Project.apply(*contiguous(x, phi, norm_weight), choose("project", x, streams))
