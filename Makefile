@@ -19,10 +19,10 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(WORKERS) -q
 
-# The longest first. pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors.
+# pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors.
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) -q tests/gpu/test_sanitizer.py \
-		tests/kernels tests/gpu --ignore tests/kernels/test_crosscompile.py --summary $(RESULTS)/test_gpu.jsonl --commit $(COMMIT)
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) -q tests/kernels tests/gpu \
+		--ignore tests/kernels/test_crosscompile.py --summary $(RESULTS)/test_gpu.jsonl --commit $(COMMIT)
 
 kernel-times:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/kernel_times.py --output $(RESULTS)/kernel_times.jsonl --commit $(COMMIT) $(ARGS)

@@ -18,6 +18,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--commit", default="unknown", help="the commit under test, for the summary")
 
 
+LONGEST = ("test_sanitizer", "test_every_number_of_streams[junction-8]", "test_compiled_network")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that no worker is left with one at the end."""
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONGEST))
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Say what failed at once: a run that is cut off prints no summary."""
     if report.failed:
@@ -35,6 +43,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "collected": session.testscollected,
         **{outcome: len(stats.get(outcome, [])) for outcome in ("passed", "failed", "error", "skipped", "xfailed")},
         "seconds": round(time.time() - _START, 1),
     }
