@@ -105,7 +105,7 @@ class Scale(torch.nn.Module):
         return (h * self.weight).tanh()
 
 
-def _network(recipe: str, layers: int = 3, dim: int = 96) -> tuple[list[torch.nn.Module], HyperHead]:
+def _network(recipe: str, layers: int = 3, dim: int = 96) -> tuple[list[torch.nn.ModuleList], HyperHead]:
     torch.manual_seed(0)
     kind = RECIPES[recipe]
     blocks = [
