@@ -17,7 +17,7 @@ demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n $(WORKERS) -q
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
 
 # pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors.
 test-gpu:

@@ -216,62 +216,64 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
         return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def launches_of(operator: str, recipe: Recipe, channels: int, dtypes: str, optional: bool) -> list[Launch]:
-    """Forward and backward of one operator. dtypes: a name of DTYPES, or "streams/sublayer" as in "fp32/bf16"."""
-    streams, _, sublayer = dtypes.partition("/")
-    call = make_call(operator, recipe, lead=(3,), channels=channels, dtype=DTYPES[streams], optional=optional)
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """What a set of launches is compiled for.
+
+    dtypes: a name of DTYPES, or "streams/sublayer" as in "fp32/bf16". optional: with norms and biases. partial: also
+    backward with the gradients of the first and of the last output alone.
+    """
+
+    operators: tuple[str, ...]
+    recipe: Recipe
+    channels: int = 4096
+    dtypes: str = "bf16"
+    optional: bool = True
+    partial: bool = False
+    targets: tuple[str, ...] = ("sm_90",)
+
+
+def launches_of(operator: str, case: Configuration) -> list[Launch]:
+    """Forward and backward of one operator."""
+    streams, _, sublayer = case.dtypes.partition("/")
+    call = make_call(
+        operator, case.recipe, lead=(3,), channels=case.channels, dtype=DTYPES[streams], optional=case.optional
+    )
     if sublayer and "f" in call.tensors:
         call = dataclasses.replace(call, tensors=call.tensors | {"f": call.tensors["f"].to(DTYPES[sublayer])})
 
     def run() -> None:
-        """Backward with all gradients, and with those of the first and of the last output alone."""
-        for kept in (slice(None), slice(0, 1), slice(-1, None)) if optional else (slice(None),):
+        for kept in (slice(None), slice(0, 1), slice(-1, None)) if case.partial else (slice(None),):
             outputs = call.requires_grad()()[kept]
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
     return record(run)
 
 
-@dataclasses.dataclass(frozen=True)
-class Configuration:
-    """What a set of launches is compiled for."""
-
-    operators: tuple[str, ...]
-    recipe: Recipe
-    channels: int
-    dtypes: str
-    optional: bool
-    targets: tuple[str, ...]
-
-
+_JUNCTION = ("junction",)
 _SPINE = ("junction", "enter", "head", "post", "pre", "project", "expand")
+_ALL = tuple(OPERATORS)
+_OTHER_TARGETS = ("sm_80", "sm_100", "gfx942")
 
 
 def configurations(everything: bool) -> list[Configuration]:
     """Every recipe at N = 4 on sm_90, and a sample of (or everything of) the rest."""
     every = [Recipe.preset(name, dynamic=dynamic) for name in Recipe.presets() for dynamic in (True, False)]
-    deepseek, lite = Recipe.preset("deepseek_v4"), Recipe.preset("mhc_lite", streams=5)
-    all_operators = tuple(OPERATORS)
-    listed = [Configuration(("junction", "enter"), recipe, 4096, "bf16", True, ("sm_90",)) for recipe in every]
-    listed += [Configuration(all_operators, deepseek, 4096, "bf16", optional, ("sm_90",)) for optional in (True, False)]
-    listed += [
-        Configuration(_SPINE, deepseek, 4096, dtypes, True, ("sm_90",)) for dtypes in ("fp32", "fp16", "fp32/bf16")
-    ]
-    listed += [Configuration(("junction",), deepseek, 5129, "bf16", True, ("sm_90",))]
-    others = ("sm_80", "sm_100", "gfx942")
+    deepseek = Recipe.preset("deepseek_v4")
+    listed = [Configuration(("junction", "enter"), recipe) for recipe in every]
+    listed += [Configuration(_ALL, deepseek, optional=optional, partial=not optional) for optional in (True, False)]
+    listed += [Configuration(_SPINE, deepseek, dtypes=dtypes) for dtypes in ("fp32", "fp16", "fp32/bf16")]
+    listed += [Configuration(_SPINE, deepseek, channels=37), Configuration(_JUNCTION, deepseek, channels=5129)]
     if not everything:
-        listed += [
-            Configuration(("junction",), deepseek.replace(streams=n), 2048, "bf16", True, ("sm_90",)) for n in (2, 3, 5)
-        ]
-        listed += [Configuration(("junction",), deepseek, 4096, "bf16", True, others)]
-        return listed
+        listed += [Configuration(_JUNCTION, deepseek.replace(streams=n), channels=2048) for n in (2, 3, 5)]
+        return [*listed, Configuration(_JUNCTION, deepseek, targets=_OTHER_TARGETS)]
     for recipe, dtypes in itertools.product(every, ("bf16", "fp16", "fp32", "fp32/bf16")):
-        listed.append(Configuration(all_operators, recipe, 4096, dtypes, True, ("sm_90",)))
+        listed.append(Configuration(_ALL, recipe, dtypes=dtypes))
     for n, dtypes in itertools.product(range(1, 9), ("bf16", "fp32")):
-        listed.append(Configuration(_SPINE, deepseek.replace(streams=n), 2048, dtypes, True, ("sm_90",)))
-    listed.append(Configuration(_SPINE, lite, 2048, "bf16", True, ("sm_90", *others)))
-    listed.append(Configuration(all_operators, deepseek, 4096, "bf16", True, others))
-    return listed
+        listed.append(Configuration(_SPINE, deepseek.replace(streams=n), channels=2048, dtypes=dtypes))
+    lite = Recipe.preset("mhc_lite", streams=5)
+    listed.append(Configuration(_SPINE, lite, channels=2048, targets=("sm_90", *_OTHER_TARGETS)))
+    return [*listed, Configuration(_ALL, deepseek, targets=_OTHER_TARGETS)]
 
 
 def work(listed: list[Configuration]) -> list[tuple[Launch, str]]:
@@ -281,7 +283,7 @@ def work(listed: list[Configuration]) -> list[tuple[Launch, str]]:
         for operator in each.operators:
             if operator == "sinkhorn" and each.recipe.residual == "identity":
                 continue
-            for launch in launches_of(operator, each.recipe, each.channels, each.dtypes, each.optional):
+            for launch in launches_of(operator, each):
                 unique |= {(launch, target): None for target in each.targets}
     return list(unique)
 
@@ -354,7 +356,8 @@ def sass(
 ) -> None:
     """Registers, stack, shared memory and instruction counts of an operator's kernels."""
     table = Table("kernel", "registers", "stack", "shared", "seconds", "all", *INSTRUCTIONS, box=None)
-    launches = launches_of(operator, Recipe.preset(recipe, streams=streams), channels, dtypes, optional)
+    case = Configuration((operator,), Recipe.preset(recipe, streams=streams), channels, dtypes, optional)
+    launches = launches_of(operator, case)
     for launch in track([launch for launch in launches if kernel in launch.name], "compiling", console=_console()):
         compiled = compile_launch(launch, target)
         counts = [str(compiled.instructions.get(name, "")) for name in ("all", *INSTRUCTIONS)]

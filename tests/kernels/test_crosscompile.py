@@ -28,7 +28,8 @@ import crosscompile
 from mhckit import Recipe
 from mhckit.kernels import _launch, _streams_bwd
 _streams_bwd.streams_bwd_launch = lambda *args, **kwargs: _launch.Launch(16, 64, 2)
-launches = crosscompile.launches_of("junction", Recipe.preset("deepseek_v4"), 256, "bf16", True)
+case = crosscompile.Configuration(("junction",), Recipe.preset("deepseek_v4"), channels=256)
+launches = crosscompile.launches_of("junction", case)
 launch = next(launch for launch in launches if launch.name == "streams_bwd")
 found = crosscompile.problems(launch, crosscompile.compile_launch(launch, "sm_90"))
 assert len(found) == 1 and "bytes of stack" in found[0], found
