@@ -55,9 +55,10 @@ def write_launch(channels: int) -> Launch:
     return Launch(block_t=max(1, 256 // block_c), block_c=block_c, num_warps=4)
 
 
-def write_project_launch() -> Launch:
+def write_project_launch(streams: int, rows: int) -> Launch:
     """F1 and the projection alone: a warp group's tile of tokens. Wider steps spill: y is made where the dot has it."""
-    return Launch(block_t=64, block_c=16, num_warps=4, num_stages=3)
+    fits_twice = streams * rows <= 256  # phi's tiles in shared memory
+    return Launch(block_t=64, block_c=16, num_warps=4, num_stages=3 if fits_twice else 2)
 
 
 def read_launch(streams: int, channels: int, iterating: bool) -> Launch:

@@ -148,7 +148,7 @@ def _project(
     P = phi.shape[0]
     splits, rows = triton.cdiv(C, PROJECTION_WIDTH), rows_per_block(P)
     partials = Projection(empty(phi, splits, T, P, dtype=FLOAT), empty(phi, splits, T, dtype=FLOAT))
-    launch = write_project_launch()
+    launch = write_project_launch(N, rows)
     grid = (triton.cdiv(T, launch.block_t), splits, triton.cdiv(P, rows))
     write_project_kernel[grid](
         x, f, f_bias, post, res, phi, norm_weight, y, *partials, T, C, P,
