@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from accuracy import run
+from accuracy import PARAMETERS, cotangents_of, run
 from recipes import every_recipe
 from triton.runtime.jit import JITFunction
 
@@ -16,7 +16,6 @@ from mhckit.testing import OPERATORS, make_call
 
 RECIPES = every_recipe()
 each_operator = pytest.mark.parametrize("operator", OPERATORS)
-PARAMETERS = ("phi", "scale", "bias", "norm_weight", "out_norm_weight", "f_bias", "fn", "base")
 
 
 def _call(operator: str, tokens: int = 513, channels: int = 1056, name: str = "deepseek_v4", **options):
@@ -43,8 +42,7 @@ def test_a_token_alone_and_in_a_batch(operator: str, name: str, dtype: torch.dty
     batch = _call(operator, tokens=4097, name=name, dtype=dtype)
     leaves = batch.requires_grad()
     outputs = leaves()
-    generator = torch.Generator().manual_seed(11)
-    cotangents = [torch.randn(o.shape, generator=generator).bfloat16().to(o) for o in outputs]
+    cotangents = cotangents_of(outputs)
     torch.autograd.backward(outputs, cotangents)
     for token in (0, 1, 15, 16, 63, 2048, 4095, 4096):
         one = batch.to(lambda t, token=token: t[token : token + 1] if t.shape[:1] == (4097,) else t).requires_grad()
@@ -170,8 +168,7 @@ def test_compiled(operator: str) -> None:
         warnings.simplefilter("ignore")
         compiled = torch.compile(call.positional, fullgraph=True)
         outputs = compiled(*call.tensors.values())
-        generator = torch.Generator().manual_seed(11)
-        torch.autograd.backward(outputs, [torch.randn(o.shape, generator=generator).bfloat16().to(o) for o in outputs])
+        torch.autograd.backward(outputs, cotangents_of(outputs))
     want = run(call, "auto")
     for i, output in enumerate(outputs):
         assert torch.equal(output, want[f"output {i}"]), i

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from accuracy import assert_accurate, run
+from accuracy import assert_accurate, cotangents_of, run
 from recipes import every_recipe
 
 import mhckit
@@ -71,8 +71,7 @@ def test_any_layout(operator: str) -> None:
         leaves = {name: tensor.requires_grad_() for name, tensor in tensors.items()}
         with mhckit.backend("triton"):
             outputs = dataclasses.replace(call, tensors=leaves)()
-        generator = torch.Generator().manual_seed(11)
-        cotangents = [torch.randn(o.shape, generator=generator).bfloat16().to(o) for o in outputs]
+        cotangents = cotangents_of(outputs)
         torch.autograd.backward(outputs, [change(cotangent) for cotangent in cotangents])
         for i, output in enumerate(outputs):
             assert torch.equal(output, want[f"output {i}"]), f"{change.__name__} {i}"
@@ -133,8 +132,7 @@ def test_gradients_that_nobody_needs(frozen: tuple[str, ...]) -> None:
     leaves = {n: t.detach().clone().requires_grad_(n not in frozen) for n, t in call.tensors.items()}
     with mhckit.backend("triton"):
         outputs = dataclasses.replace(call, tensors=leaves)()
-    generator = torch.Generator().manual_seed(11)
-    torch.autograd.backward(outputs, [torch.randn(o.shape, generator=generator).bfloat16().to(o) for o in outputs])
+    torch.autograd.backward(outputs, cotangents_of(outputs))
     for name, leaf in leaves.items():
         assert (leaf.grad is None) == (name in frozen or f"d{name}" not in want), name
         if leaf.grad is not None:
