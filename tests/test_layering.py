@@ -20,6 +20,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"ops", "recipe"},
     "modules": {"ops", "recipe"},
     "testing": {"", "recipe"},
+    "bench": {"", "recipe", "testing"},
+    "cli": {"bench"},
+    "__main__": {"cli"},
     "": {"modules", "ops", "recipe"},
 }
 THIRD_PARTY: dict[str, set[str]] = {
@@ -28,6 +31,10 @@ THIRD_PARTY: dict[str, set[str]] = {
     "kernels": {"torch", "triton"},
     "modules": {"torch"},
     "testing": {"torch"},
+    # Peers are optional: bench times those that happen to be installed.
+    "bench": {"liger_kernel", "matplotlib", "rich", "tile_kernels", "torch", "triton"},
+    "cli": {"rich", "torch", "typer"},
+    "__main__": set(),
     "": set(),
 }
 

@@ -1,0 +1,67 @@
+"""The clock: times on the device and on the host, peak memory, the copy ceiling, and what they were measured with."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+
+import torch
+import triton
+from triton.testing import do_bench
+
+COPIED_ELEMENTS = 1 << 30
+LAUNCHES_IN_FLIGHT = 8
+
+
+def copy_ceiling() -> float:
+    """Bytes per second of a large copy on the device, read and written counted."""
+    source = torch.empty(COPIED_ELEMENTS, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (median_microseconds(lambda: target.copy_(source)) * 1e-6)
+
+
+def median_microseconds(run: Callable[[], object], rep: int = 50) -> float:
+    """Time of a call on the device, with a cold L2 cache; ``rep`` is the milliseconds spent repeating it.
+
+    Launches on the host are hidden as long as they take less time than the kernels before them.
+    """
+    return 1e3 * do_bench(run, rep=rep, return_mode="median")
+
+
+def host_microseconds(run: Callable[[], object], repeats: int = 200) -> float:
+    """Time until a call returns, without waiting for the device, whose queue stays too short to block a launch."""
+    run()
+    times = []
+    for repeat in range(repeats):
+        if repeat % LAUNCHES_IN_FLIGHT == 0:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    torch.cuda.synchronize()
+    return 1e6 * statistics.median(times)
+
+
+def peak_extra_bytes(run: Callable[[], object]) -> int:
+    """The most memory allocated at any moment of a call, beyond what was allocated before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def environment(commit: str) -> dict[str, str]:
+    """What a measurement depends on besides the code it times."""
+    return {
+        "commit": commit,
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
