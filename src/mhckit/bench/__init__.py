@@ -1,1 +1,1 @@
-"""Measurements: what every kernel and operator takes, beside what its bytes take at the copy ceiling of the same run."""
+"""Measurements: what kernels and operators take, beside what their bytes take at the copy ceiling of the same run."""

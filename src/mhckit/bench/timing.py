@@ -7,13 +7,14 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from typing import Any
 
 import torch
 import triton
 from triton.testing import do_bench
 
 COPIED_ELEMENTS = 1 << 30
-LAUNCHES_IN_FLIGHT = 8
+CALLS_IN_FLIGHT = 8
 
 
 def copy_ceiling() -> float:
@@ -28,7 +29,8 @@ def median_microseconds(run: Callable[[], object], rep: int = 50) -> float:
 
     Launches on the host are hidden as long as they take less time than the kernels before them.
     """
-    return 1e3 * do_bench(run, rep=rep, return_mode="median")
+    milliseconds: Any = do_bench(run, rep=rep, return_mode="median")
+    return 1e3 * milliseconds
 
 
 def host_microseconds(run: Callable[[], object], repeats: int = 200) -> float:
@@ -36,7 +38,7 @@ def host_microseconds(run: Callable[[], object], repeats: int = 200) -> float:
     run()
     times = []
     for repeat in range(repeats):
-        if repeat % LAUNCHES_IN_FLIGHT == 0:
+        if repeat % CALLS_IN_FLIGHT == 0:
             torch.cuda.synchronize()
         start = time.perf_counter()
         run()

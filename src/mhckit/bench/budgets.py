@@ -1,0 +1,72 @@
+"""The bytes that must cross memory, by formula, and times beside them.
+
+Every kernel is counted in passes: how often the streams [N, C] of a token are read or written, and how often a vector
+[C] of it. Coefficients and partial sums, a few floats per token, are left out: a budget is what no kernel can avoid.
+
+    F1   writes back and projects: reads x, f, writes y            B   reads d, y for the gradient of the logits
+    F2   collapses: reads y, writes x_in                           J   reads g, d, x, f, writes dx, df
+                                                                   P   reads y for the gradient of phi
+
+y is the new streams, g its gradient, d the gradient of x_in. A fused norm makes P read d as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .cases import DTYPE, Case
+
+# Names of the kernels in the design; a kernel that is not here appears under its own name.
+ROLES = {
+    "write_project_kernel": "F1",
+    "read_kernel": "F2",
+    "read_bwd_kernel": "B",
+    "streams_bwd_kernel": "J",
+    "chunk_sums_kernel": "P",
+}
+FORWARD, BACKWARD = ("F1", "F2"), ("B", "J", "P")
+DIRECTIONS = {"forward": FORWARD, "backward": BACKWARD, "both": FORWARD + BACKWARD}
+
+
+class Passes(NamedTuple):
+    streams: int
+    vectors: int
+
+    def bytes(self, case: Case) -> int:
+        elements = self.streams * case.streams + self.vectors
+        return elements * case.tokens * case.channels * DTYPE.itemsize
+
+
+_WRITE = {"F1": Passes(2, 1), "J": Passes(3, 2)}
+PASSES: dict[str, dict[str, Passes]] = {
+    "junction": {"F1": Passes(2, 1), "F2": Passes(1, 1), "B": Passes(1, 1), "J": Passes(3, 3), "P": Passes(1, 0)},
+    "enter": {"F1": Passes(1, 0), "F2": Passes(1, 1), "B": Passes(1, 1), "J": Passes(3, 1), "P": Passes(1, 0)},
+    "head": {"F1": Passes(1, 0), "F2": Passes(1, 1), "B": Passes(1, 1), "J": Passes(2, 1), "P": Passes(1, 0)},
+    "leave": _WRITE,
+    "post": _WRITE,
+}
+
+
+def kernel_bytes(operator: str, role: str, case: Case) -> int | None:
+    """The budget of one kernel in an operator; None for a kernel that the design does not count."""
+    passes = PASSES[operator].get(role)
+    if passes is None:
+        return None
+    reads_gradient_again = role == "P" and case.out_norm
+    return Passes(passes.streams, passes.vectors + reads_gradient_again).bytes(case)
+
+
+def junction_bytes(direction: str, case: Case) -> int:
+    """The budget of a whole sublayer: 28C forward and 48C backward per token for 4 streams of 2 bytes."""
+    return sum(kernel_bytes("junction", role, case) or 0 for role in DIRECTIONS[direction])
+
+
+def beside_floor(microseconds: float, moved: int, ceiling: float) -> dict[str, Any]:
+    """A time, the bytes, what they take at the ceiling (bytes per second), and that as a part of the time."""
+    floor = moved / ceiling * 1e6
+    return {
+        "microseconds": round(microseconds, 2),
+        "bytes": moved,
+        "floor_microseconds": round(floor, 2),
+        "of_ceiling": round(floor / microseconds, 3),
+    }
