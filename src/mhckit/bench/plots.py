@@ -1,0 +1,72 @@
+"""Results as pictures: how near the ceiling, and how much faster than others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .results import Line, by_case, case_label, case_of, newest, of_kind
+
+_GROUP_WIDTH = 0.8
+
+
+def write_plots(lines: list[Line], folder: Path) -> list[Path]:
+    """ceiling.png and speedup.png for the commit measured last; the files written."""
+    lines = newest(lines)
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {"ceiling.png": _ceiling(lines), "speedup.png": _speedup(lines)}
+    for name, figure in pictures.items():
+        figure.savefig(folder / name, dpi=150)
+    return [folder / name for name in pictures]
+
+
+def _ceiling(lines: list[Line]) -> Figure:
+    """Bars per case: the part of the copy ceiling that the sublayer reaches in each direction."""
+    bars = {
+        direction: {
+            case_label(case): 100 * line["of_ceiling"]
+            for case, line in by_case(of_kind(lines, "junction", direction=direction)).items()
+        }
+        for direction in ("forward", "backward", "both")
+    }
+    figure, axes = _figure(lines[-1], "percent of the copy ceiling")
+    axes.axhline(100, color="black", linewidth=0.8)
+    _grouped_bars(axes, bars)
+    return figure
+
+
+def _speedup(lines: list[Line]) -> Figure:
+    """Bars per case: time of forward and backward by others, over mhckit's."""
+    own = by_case(of_kind(lines, "junction", direction="both"))
+    bars: dict[str, dict[str, float]] = {}
+    for line in of_kind(lines, "baseline", direction="both"):
+        case = case_of(line)
+        if case in own:
+            faster = line["microseconds"] / own[case]["microseconds"]
+            bars.setdefault(line["baseline"], {})[case_label(case)] = faster
+    figure, axes = _figure(lines[-1], "times as long as mhckit, forward and backward")
+    axes.axhline(1, color="black", linewidth=0.8)
+    _grouped_bars(axes, bars)
+    return figure
+
+
+def _figure(line: Line, quantity: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_ylabel(quantity)
+    axes.set_title(f"mHC sublayer on {line['device']}, {line['dtype']}, commit {line['commit']}")
+    return figure, axes
+
+
+def _grouped_bars(axes: Axes, bars: dict[str, dict[str, float]]) -> None:
+    """One group per case, one color per series; a series need not have every case."""
+    cases = list(dict.fromkeys(case for values in bars.values() for case in values))
+    width = _GROUP_WIDTH / max(len(bars), 1)
+    for index, (name, values) in enumerate(bars.items()):
+        left = [cases.index(case) - _GROUP_WIDTH / 2 + (index + 0.5) * width for case in values]
+        axes.bar_label(axes.bar(left, list(values.values()), width, label=name), fmt="%.3g", fontsize=7)
+    axes.set_xticks(range(len(cases)), cases, rotation=20, ha="right")
+    if bars:
+        axes.legend()

@@ -1,0 +1,62 @@
+"""Lines of results: one flat JSON object per measurement, appended to a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+_CASE = ("tokens", "channels", "streams", "out_norm")
+
+
+def read_lines(path: Path) -> list[Line]:
+    return [json.loads(text) for text in path.read_text().splitlines() if text]
+
+
+def append_lines(path: Path, lines: Iterable[Line]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def newest(lines: list[Line]) -> list[Line]:
+    """Those of the commit that was measured last; what it measured twice, from the later run.
+
+    A run begins with its ceiling.
+    """
+    latest: dict[str, list[Line]] = {}
+    run: dict[str, list[Line]] = {}
+    for line in lines:
+        if line["commit"] == lines[-1]["commit"]:
+            if line["kind"] == "ceiling":
+                run = {}
+            latest[line["kind"]] = run.setdefault(line["kind"], [])
+            latest[line["kind"]].append(line)
+    return [line for of_a_kind in latest.values() for line in of_a_kind]
+
+
+def of_kind(lines: Iterable[Line], kind: str, **wanted: Any) -> list[Line]:
+    """Measurements of one kind with these values; that a library is absent is none."""
+    return [
+        line
+        for line in lines
+        if line["kind"] == kind
+        and "absent" not in line
+        and all(line.get(name) == value for name, value in wanted.items())
+    ]
+
+
+def case_of(line: Line) -> tuple[Any, ...]:
+    """What tells the cases of two lines apart: tokens, channels, streams, out_norm."""
+    return tuple(line[name] for name in _CASE)
+
+
+def case_label(case: tuple[Any, ...]) -> str:
+    tokens, channels, streams, out_norm = case
+    return f"{tokens} x {channels}{'' if streams == 4 else f', N = {streams}'}{', norm' if out_norm else ''}"
+
+
+def by_case(lines: Iterable[Line]) -> dict[tuple[Any, ...], Line]:
+    """A line per case, in the order of first appearance; measured again, the last one counts."""
+    return {case_of(line): line for line in lines}

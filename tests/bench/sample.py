@@ -1,0 +1,56 @@
+"""Lines like those of a run, with numbers that are easy to check and were measured nowhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FACTS = {
+    "commit": "new",
+    "device": "Sample GPU",
+    "torch": "2.0",
+    "triton": "3.0",
+    "python": "3.12",
+    "date": "2000-01-01",
+    "recipe": "deepseek_v4",
+    "dtype": "bfloat16",
+    "copy_terabytes_per_second": 4.0,
+}
+SMALL = {"tokens": 2, "channels": 3, "streams": 4, "out_norm": False}
+NORMED = SMALL | {"out_norm": True}
+
+
+def timed(microseconds: float, floor: float) -> dict[str, Any]:
+    return {
+        "microseconds": microseconds,
+        "bytes": 1000,
+        "floor_microseconds": floor,
+        "of_ceiling": floor / microseconds,
+    }
+
+
+def sublayer(case: dict[str, Any], forward: float, backward: float) -> list[dict[str, Any]]:
+    times = {"forward": forward, "backward": backward, "both": forward + backward}
+    return [
+        {"kind": "junction", **case, "direction": direction, **timed(time, time / 2), "launches": 5}
+        for direction, time in times.items()
+    ]
+
+
+def lines() -> list[dict[str, Any]]:
+    measured = [
+        {"kind": "ceiling"},
+        {"kind": "kernel", "operator": "junction", **SMALL, "kernel": "F1", **timed(40.0, 10.0)},
+        {"kind": "kernel", "operator": "junction", **NORMED, "kernel": "F1", **timed(50.0, 10.0)},
+        *sublayer(SMALL, 100.0, 200.0),
+        *sublayer(NORMED, 110.0, 290.0),
+        {"kind": "memory", **SMALL, "peak_extra_bytes": 9, "kept_bytes": 4, "gradient_bytes": 4, "workspace_bytes": 1}
+        | {"workspace_of_x": 0.02},
+        {"kind": "trace", **SMALL, "position": 0, "kernel": "Memset (Device)", "microseconds": 1.0, "foreign": True},
+        {"kind": "baseline", "baseline": "eager", **SMALL, "direction": "both", "microseconds": 900.0, "launches": 80},
+        {"kind": "baseline", "baseline": "liger", **SMALL, "absent": "No module named 'liger_kernel'"},
+        {"kind": "host", "operator": "junction", **SMALL, "direction": "forward", "microseconds": 33.0},
+        {"kind": "cold_start", "operator": "all", **SMALL, "cache": "empty", "seconds": 12.5},
+        {"kind": "recompilation", **SMALL, "compiled": 0},
+        {"kind": "refused", "measurement": "junction, 7 x 7", "reason": "WrongResult: output 0"},
+    ]
+    return [FACTS | line for line in measured]

@@ -1,0 +1,65 @@
+"""Lines of results, and the tables and pictures made of them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import sample
+from rich.console import Console
+
+from mhckit.bench.results import append_lines, case_label, case_of, newest, of_kind, read_lines
+from mhckit.bench.tables import tables
+
+
+def _printed(lines: list[dict]) -> str:
+    console = Console(width=140, file=io.StringIO())
+    for part in tables(lines):
+        console.print(part)
+    return console.file.getvalue()
+
+
+def test_lines_survive_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    append_lines(path, sample.lines()[:2])
+    append_lines(path, sample.lines()[2:])
+    assert read_lines(path) == sample.lines()
+
+
+def test_newest_is_the_commit_measured_last_and_its_later_run() -> None:
+    old = [line | {"commit": "old"} for line in sample.lines()]
+    again = [sample.FACTS | line for line in ({"kind": "ceiling"}, *sample.sublayer(sample.SMALL, 1.0, 2.0))]
+    kept = newest([*old, *sample.lines(), *again])
+    assert {line["commit"] for line in kept} == {"new"}
+    assert [line["microseconds"] for line in of_kind(kept, "junction")] == [1.0, 2.0, 3.0]
+    assert len(of_kind(kept, "kernel")) == 2
+
+
+def test_absent_is_no_measurement() -> None:
+    assert [line["baseline"] for line in of_kind(sample.lines(), "baseline")] == ["eager"]
+
+
+def test_labels() -> None:
+    assert case_label(case_of(sample.SMALL)) == "2 x 3"
+    assert case_label(case_of(sample.NORMED | {"streams": 2})) == "2 x 3, N = 2, norm"
+
+
+def test_tables_show_everything_that_was_measured() -> None:
+    text = _printed(sample.lines())
+    for shown in ("25.0%", "50.0%", "3.00x", "2.00%", "33.0", "12.50 s", "0 kernels compiled"):
+        assert shown in text
+    assert "absent: liger (No module named 'liger_kernel')" in text
+    assert "not a kernel of ours in the junction: Memset (Device)" in text
+    assert "refused: junction, 7 x 7: WrongResult: output 0" in text
+
+
+def test_tables_without_lines_are_left_out() -> None:
+    assert "Others" not in _printed(sample.lines()[:2])
+
+
+def test_pictures(tmp_path: Path) -> None:
+    plots = pytest.importorskip("mhckit.bench.plots", reason="needs matplotlib, which `make` installs")
+    written = plots.write_plots(sample.lines(), tmp_path / "plots")
+    assert [path.name for path in written] == ["ceiling.png", "speedup.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
