@@ -11,7 +11,7 @@ RESULTS ?= benchmarks/results
 COMMIT ?= $(shell git rev-parse --short HEAD)
 ARGS ?=
 
-.PHONY: demo test test-gpu kernel-times crosscompile sass lint format clean
+.PHONY: demo test test-gpu bench readme crosscompile sass lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -24,8 +24,13 @@ test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) -q tests/kernels tests/gpu \
 		--ignore tests/kernels/test_crosscompile.py --summary $(RESULTS)/test_gpu.jsonl --commit $(COMMIT)
 
-kernel-times:
-	PYTHONPATH=src $(GPU_PYTHON) benchmarks/kernel_times.py --output $(RESULTS)/kernel_times.jsonl --commit $(COMMIT) $(ARGS)
+# While working on a kernel, without writing results: PYTHONPATH=src python3 -m mhckit bench --quick
+bench:
+	PYTHONPATH=src $(GPU_PYTHON) -m mhckit bench --output $(RESULTS)/junction.jsonl --commit $(COMMIT) $(ARGS)
+
+# The README's results, from the committed measurements; needs no GPU.
+readme: $(VENV)/installed
+	$(BIN)/python -m mhckit bench readme
 
 # Every kernel configuration, for GPUs this machine need not have; `make test` does a sample.
 crosscompile: $(VENV)/installed

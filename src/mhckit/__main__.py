@@ -1,0 +1,6 @@
+"""``python -m mhckit``."""
+
+from mhckit.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The README's results, written from the committed lines: nothing in that block is typed by hand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .results import Line, by_case, case_label, case_of, newest, of_kind, read_lines
+
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+NOTHING = "No results committed yet."
+_BLOCK = re.compile(re.escape(BEGIN) + r"\n.*?" + re.escape(END), re.DOTALL)
+
+
+def with_results(readme: str, results: Path) -> str:
+    """The README with its block of results as the file of results has them."""
+    block = results_block(newest(read_lines(results))) if results.exists() else NOTHING
+    written, blocks = _BLOCK.subn(lambda _: f"{BEGIN}\n{block}\n{END}", readme)
+    if blocks != 1:
+        raise ValueError(f"the README must have one block between {BEGIN} and {END}, found {blocks}")
+    return written
+
+
+def results_block(lines: list[Line]) -> str:
+    return "\n\n".join(part for part in (_setting(lines), _sublayer(lines), _kernels(lines)) if part)
+
+
+def _setting(lines: list[Line]) -> str:
+    line = lines[-1]
+    ceilings = sorted({line["copy_terabytes_per_second"] for line in lines})
+    return (
+        f"Measured on one {line['device']} with torch {line['torch']}, Triton {line['triton']} and Python "
+        f"{line['python']} at commit {line['commit']}, {line['date']}: {line['dtype']}, recipe `{line['recipe']}`, "
+        "4 streams unless N says otherwise. Percentages are of what a large copy reaches in the same run, "
+        f"{' to '.join(map(str, dict.fromkeys((ceilings[0], ceilings[-1]))))} TB/s."
+    )
+
+
+def _sublayer(lines: list[Line]) -> str:
+    """A row per case: time and part of the ceiling in each direction, launches, memory, and how much faster."""
+    directions = {name: by_case(of_kind(lines, "junction", direction=name)) for name in ("forward", "backward", "both")}
+    memory = by_case(of_kind(lines, "memory"))
+    names = list(dict.fromkeys(line["baseline"] for line in of_kind(lines, "baseline")))
+    others = {name: by_case(of_kind(lines, "baseline", baseline=name, direction="both")) for name in names}
+    rows = []
+    for case, both in directions["both"].items():
+        times = [_time_and_part(by[case]) for by in directions.values()]
+        workspace = f"{memory[case]['workspace_of_x']:.1%}" if case in memory else ""
+        faster = [_speedup(other.get(case), both) for other in others.values()]
+        rows.append([case_label(case), *times, str(both["launches"]), workspace, *faster])
+    columns = ["tokens x C", "forward, us", "backward, us", "both, us", "launches", "workspace / x"]
+    return _markdown([*columns, *(f"faster than {name}" for name in names)], rows)
+
+
+def _kernels(lines: list[Line]) -> str:
+    """The kernels of the sublayer, for the case that was measured first."""
+    measured = of_kind(lines, "kernel", operator="junction")
+    if not measured:
+        return ""
+    case = case_of(measured[0])
+    of_case = [line for line in measured if case_of(line) == case]
+    rows = [[line["kernel"], _time_and_part(line), f"{line['floor_microseconds']:.0f}"] for line in of_case]
+    return _markdown([f"kernel, {case_label(case)}", "us", "its bytes at the ceiling, us"], rows)
+
+
+def _time_and_part(line: Line) -> str:
+    return f"{line['microseconds']:.0f} ({line['of_ceiling']:.0%})"
+
+
+def _speedup(other: Line | None, own: Line) -> str:
+    return "" if other is None else f"{other['microseconds'] / own['microseconds']:.1f}x"
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    if not rows:
+        return ""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
