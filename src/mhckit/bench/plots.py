@@ -7,31 +7,42 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from .budgets import DIRECTIONS, ROLES
 from .results import Line, by_case, case_label, case_of, newest, of_kind
 
 _GROUP_WIDTH = 0.8
 
 
 def write_plots(lines: list[Line], folder: Path) -> list[Path]:
-    """ceiling.png and speedup.png for the commit measured last; the files written."""
+    """kernels.png, ceiling.png and speedup.png for the commit measured last; the files written."""
     lines = newest(lines)
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {"ceiling.png": _ceiling(lines), "speedup.png": _speedup(lines)}
+    pictures = {"kernels.png": _kernels(lines), "ceiling.png": _ceiling(lines), "speedup.png": _speedup(lines)}
     for name, figure in pictures.items():
         figure.savefig(folder / name, dpi=150)
     return [folder / name for name in pictures]
 
 
+def _kernels(lines: list[Line]) -> Figure:
+    """Bars per case: the part of the copy ceiling that each kernel of the sublayer reaches, of those with a budget."""
+    bars = {
+        role: _percent_per_case(of_kind(lines, "kernel", operator="junction", kernel=role)) for role in ROLES.values()
+    }
+    return _ceiling_bars(lines[-1], bars)
+
+
 def _ceiling(lines: list[Line]) -> Figure:
     """Bars per case: the part of the copy ceiling that the sublayer reaches in each direction."""
-    bars = {
-        direction: {
-            case_label(case): 100 * line["of_ceiling"]
-            for case, line in by_case(of_kind(lines, "junction", direction=direction)).items()
-        }
-        for direction in ("forward", "backward", "both")
-    }
-    figure, axes = _figure(lines[-1], "percent of the copy ceiling")
+    bars = {direction: _percent_per_case(of_kind(lines, "junction", direction=direction)) for direction in DIRECTIONS}
+    return _ceiling_bars(lines[-1], bars)
+
+
+def _percent_per_case(lines: list[Line]) -> dict[str, float]:
+    return {case_label(case): 100 * line["of_ceiling"] for case, line in by_case(lines).items()}
+
+
+def _ceiling_bars(line: Line, bars: dict[str, dict[str, float]]) -> Figure:
+    figure, axes = _figure(line, "percent of the copy ceiling")
     axes.axhline(100, color="black", linewidth=0.8)
     _grouped_bars(axes, bars)
     return figure
@@ -69,4 +80,4 @@ def _grouped_bars(axes: Axes, bars: dict[str, dict[str, float]]) -> None:
         axes.bar_label(axes.bar(left, list(values.values()), width, label=name), fmt="%.3g", fontsize=7)
     axes.set_xticks(range(len(cases)), cases, rotation=20, ha="right")
     if bars:
-        axes.legend()
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from .budgets import DIRECTIONS
 from .results import Line, by_case, case_label, case_of, newest, of_kind, read_lines
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -38,7 +39,7 @@ def _setting(lines: list[Line]) -> str:
 
 def _sublayer(lines: list[Line]) -> str:
     """A row per case: time and part of the ceiling in each direction, launches, memory, and how much faster."""
-    directions = {name: by_case(of_kind(lines, "junction", direction=name)) for name in ("forward", "backward", "both")}
+    directions = {name: by_case(of_kind(lines, "junction", direction=name)) for name in DIRECTIONS}
     memory = by_case(of_kind(lines, "memory"))
     names = list(dict.fromkeys(line["baseline"] for line in of_kind(lines, "baseline")))
     others = {name: by_case(of_kind(lines, "baseline", baseline=name, direction="both")) for name in names}
