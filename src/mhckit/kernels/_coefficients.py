@@ -7,7 +7,7 @@ for permutation and where the logits themselves are wanted. Padding is 0. MATH i
 import triton
 import triton.language as tl
 
-from ._device import load_float, rounded_product, store_as
+from ._device import bfloat16_parts, load_float, part_column, rounded_product, store_as
 
 
 @triton.jit
@@ -153,26 +153,40 @@ def post_backward(dpost, logits, MATH: tl.constexpr):
 
 @triton.jit
 def group_backward(
-    dlogits, z, inner, r, scale, dz, sums, GROUP: tl.constexpr, index, exists, t, live, P, MATH: tl.constexpr
-):
-    """Finish a group: store dz, and the sums over these tokens of D and of D inner; returns its share of dL/dr."""
+    dlogits, z, inner, r, scale, dz, sums, FIRST: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.constexpr, index, exists,
+    t, live, MATH: tl.constexpr,
+):  # fmt: skip
+    """Finish a group: store dz, and the sums over these tokens of D and of D inner; returns its share of dL/dr.
+
+    sums points at this program's [2, COUNT], the first of whose columns is row FIRST.
+    """
     if GROUP == 2:
         token, here = beside_residual(t, MATH), beside_residual(live, MATH)
     else:
         token, here = t[:, None], live[:, None]
     row = GROUP * MATH.streams + index
     dlogits = tl.where(here & exists, dlogits, 0.0)
-    program = tl.program_id(0).to(tl.int64) * 2 * P
-    store_as(sums + program, row, tl.sum(dlogits, 0, keep_dims=True), exists)
+    store_as(sums, row - FIRST, tl.sum(dlogits, 0, keep_dims=True), exists)
     if MATH.dynamic:
-        store_as(sums + program + P, row, tl.sum(rounded_product(dlogits, inner), 0, keep_dims=True), exists)
+        store_as(sums + COUNT, row - FIRST, tl.sum(rounded_product(dlogits, inner), 0, keep_dims=True), exists)
         dnormed = dlogits * tl.load(scale + GROUP).to(tl.float32)
         if MATH.pre == "free":
             dnormed = dnormed * (1 - inner * inner)
-        store_as(dz, token * P + row, dnormed * r, here & exists)
+        _store_dz(dz, token, row, dnormed * r, here & exists, MATH)
         return _sum_of_token(rounded_product(dnormed, z), GROUP, MATH)
     else:
         return tl.zeros((t.shape[0],), tl.float32)
+
+
+@triton.jit
+def _store_dz(dz, token, row, value, mask, MATH: tl.constexpr):
+    """As it is, or in two parts for the dots of J and P where dz holds bfloat16."""
+    if dz.dtype.element_ty == tl.bfloat16:
+        high, low = bfloat16_parts(value)
+        tl.store(dz + token * MATH.part_columns + part_column(row, 0), high, mask=mask)
+        tl.store(dz + token * MATH.part_columns + part_column(row, 1), low, mask=mask)
+    else:
+        store_as(dz, token * MATH.rows + row, value, mask)
 
 
 @triton.jit

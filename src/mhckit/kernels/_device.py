@@ -112,57 +112,73 @@ def from_columns(columns, COUNT: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def bfloat16_parts(wide):
-    """Three bfloat16 tensors whose sum is wide: 8 bits of mantissa each hold the 24 of float32."""
+    """Two bfloat16 tensors whose sum keeps 16 bits of the mantissa of wide: its error is at most 2^-18 of it."""
     high = wide.to(tl.bfloat16)
-    wide = wide - high.to(tl.float32)
-    middle = wide.to(tl.bfloat16)
-    return high, middle, (wide - middle.to(tl.float32)).to(tl.bfloat16)
+    return high, (wide - high.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit
-def dot_activation(activation, wide, accumulator, PRECISION: tl.constexpr):
-    """accumulator + activation @ wide, where wide is float32 and loses nothing beside a bfloat16 activation.
+def part_column(p, PART: tl.constexpr):
+    """Where part PART (0 high, 1 low) of row p of a projection lies: eight high parts, then their eight low parts.
 
-    float16 lacks the range for such parts, so it goes the way of float32: tf32x3 (or ieee where that is missing).
+    A tensor core's tile has 16 rows, of which a thread holds row i and row i + 8: both parts of a value, so that
+    adding them up takes nothing but an addition.
     """
-    if activation.dtype == tl.bfloat16:
-        parts = bfloat16_parts(wide)
-        for k in tl.static_range(3):
-            accumulator = tl.dot(activation, parts[k], accumulator)
-    else:
-        accumulator = tl.dot(activation.to(tl.float32), wide, accumulator, input_precision=PRECISION)
-    return accumulator
+    return p // 8 * 16 + p % 8 + 8 * PART
 
 
 @triton.jit
-def folded_zeros(BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MMA_WARPS: tl.constexpr):
+def sum_parts(rows):
+    """[n, columns] from [2n, columns] whose rows are ordered by `part_column`."""
+    HALF: tl.constexpr = rows.shape[0] // 2
+    COLUMNS: tl.constexpr = rows.shape[1]
+    return tl.reshape(tl.sum(tl.reshape(rows, (HALF // 8, 2, 8, COLUMNS)), 1), (HALF, COLUMNS))
+
+
+@triton.jit
+def packed_column(c, CHANNELS: tl.constexpr):
+    """Where a block of phi holds channel c (below 32), so that a thread of a dot gets CHANNELS neighbours.
+
+    Of every eight columns of a dot's result a thread holds two. Stored in this order, the pairs it holds are
+    neighbouring channels: what it loads, mixes and stores with one access of CHANNELS values.
+    """
+    group = 4 * CHANNELS
+    return c // group * group + c % CHANNELS // 2 * 8 + c % group // CHANNELS * 2 + c % 2
+
+
+@triton.jit
+def unpack_columns(tile, CHANNELS: tl.constexpr):
+    """Columns of a dot with a packed phi in the order of channels; moves no data."""
+    TOKENS: tl.constexpr = tile.shape[0]
+    WIDTH: tl.constexpr = tile.shape[1]
+    pairs = tl.reshape(tile, (TOKENS, WIDTH // (4 * CHANNELS), CHANNELS // 2, 4, 2))
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2, 4)), (TOKENS, WIDTH))
+
+
+@triton.jit
+def pieces(tile, PIECE: tl.constexpr):
+    """A tile [tokens, channels] as one or two of PIECE channels."""
+    TOKENS: tl.constexpr = tile.shape[0]
+    if tile.shape[1] == PIECE:
+        return (tile,)
+    else:
+        return tl.split(tl.permute(tl.reshape(tile, (TOKENS, 2, PIECE)), (0, 2, 1)))
+
+
+@triton.jit
+def folded_zeros(BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, FOLD: tl.constexpr):
     """What `fold` returns, zero."""
-    if MMA_WARPS > 0:
-        return tl.zeros((BLOCK_T, MMA_WARPS, 4), tl.float32)
-    else:
-        return tl.zeros((BLOCK_T, BLOCK_C // 8), tl.float32)
+    return tl.zeros((BLOCK_T, BLOCK_C // FOLD), tl.float32)
 
 
 @triton.jit
-def fold(a, b, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, MMA_WARPS: tl.constexpr):
-    """A first sum of a * b over some channels, so that a loop can accumulate cheaply; `unfold_sum` ends it.
+def fold(a, b, FOLD: tl.constexpr, IN_THREAD: tl.constexpr):
+    """A first sum of a * b over FOLD neighbouring channels, so that a loop can accumulate cheaply; `tl.sum` ends it.
 
-    Tiles that come from a dot lie in the layout of the tensor cores: pairs of channels in a thread, four threads, then
-    MMA_WARPS warps side by side, repeated; summed like this, nothing crosses a thread. Other tiles (MMA_WARPS = 0) are
-    summed over eight neighbours, which are in one thread where 16-byte loads are (2-byte activations, C a multiple
-    of 8), and in several otherwise.
+    IN_THREAD says that one thread holds them, and products may be fused into the sum: tiles that come from a dot with
+    a packed phi, and 16-byte loads. Otherwise the sum crosses threads.
     """
-    if MMA_WARPS > 0:
-        tile = a * b
-        return tl.sum(tl.sum(tl.reshape(tile, (BLOCK_T, BLOCK_C // 8 // MMA_WARPS, MMA_WARPS, 4, 2)), 4), 1)
-    else:
-        return tl.sum(tl.reshape(rounded_product(a, b), (BLOCK_T, BLOCK_C // 8, 8)), 2)
-
-
-@triton.jit
-def unfold_sum(folded, MMA_WARPS: tl.constexpr):
-    """[tokens] from what `fold` left."""
-    if MMA_WARPS > 0:
-        return tl.sum(tl.sum(folded, 2), 1)
-    else:
-        return tl.sum(folded, 1)
+    TOKENS: tl.constexpr = a.shape[0]
+    WIDTH: tl.constexpr = a.shape[1]
+    product = a * b if IN_THREAD else rounded_product(a, b)
+    return tl.sum(tl.reshape(product, (TOKENS, WIDTH // FOLD, FOLD)), 2)

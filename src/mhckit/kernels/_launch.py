@@ -1,9 +1,13 @@
 """Launch parameters as data: one frozen value per kernel, from one heuristic per kernel.
 
-They are functions of N, P and C alone, never of the number of tokens: a token's result must not depend on its batch,
-and a new batch size must not compile anything. Their source so far is the compiler, not the clock: the widest tiles
-that spill no registers for 4 streams of bfloat16 on sm_90 (`make sass`; CI holds them to it). What that costs is in
-benchmarks/results/kernel_times.jsonl.
+They are functions of N, P, C and the dtype alone, never of the number of tokens: a token's result must not depend on
+its batch, and a new batch size must not compile anything. Their sources are measurements on an H200
+(benchmarks/results/junction.jsonl, and the attempts in docs/performance.md) and the compiler: for 4 streams of bfloat16
+on sm_90 none spills registers (`make sass`; CI holds them to it).
+
+Two facts decide most of them. A row of a tile should be 128 bytes or more: at 64, half of the memory's speed is lost,
+whatever else is done. And a program waits for its loads together, so several small programs per multiprocessor hide
+more than a large one.
 """
 
 from __future__ import annotations
@@ -16,13 +20,19 @@ import torch
 import triton
 from torch import Tensor
 
-FLOAT = torch.float32
+BFLOAT, FLOAT = torch.bfloat16, torch.float32
 # How float32 operands are multiplied: three tf32 products keep 21 bits or more; AMD has no such mode.
 PRECISION = "ieee" if torch.version.hip else "tf32x3"
-# Channels per partial sum of the projection: fixes the order of sums, and lets one token spread over C/512 programs.
-PROJECTION_WIDTH = 512
+# Rows of phi that one dot takes. With their low parts 64, what a warp group of tensor cores multiplies at once.
+ROWS = 32
+# Channels of one block of a packed phi.
+PHI_BLOCK = 32
+# Most channels per partial sum of the projection. Fixes the order of sums; one token spreads over C/2048 programs.
+PROJECTION_WIDTH = 2048
 # Tokens per partial sum of a parameter's gradient.
 TOKEN_CHUNK = 2048
+# Tokens whose residual maps one program computes: a few matrix entries per thread, for the backward's history.
+RESIDUAL_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,19 @@ def tokens_of(x: Tensor) -> tuple[int, int, int]:
     return math.prod(lead), streams, channels
 
 
-def rows_per_block(rows: int) -> int:
-    """Rows of phi that one dot takes: a power of two, at least what tensor cores want."""
-    return min(max(triton.next_power_of_2(max(rows, 1)), 16), 256)
+def loads_are_wide(x: Tensor) -> bool:
+    """Whether a thread's 16-byte load is eight neighbouring channels."""
+    return x.element_size() == 2 and x.shape[-1] % 8 == 0
+
+
+def row_blocks(rows: int) -> int:
+    return triton.cdiv(rows, ROWS)
+
+
+def projection_width(channels: int) -> int:
+    """Channels per partial sum: as few slices as PROJECTION_WIDTH allows, of equal width."""
+    slices = triton.cdiv(channels, PROJECTION_WIDTH)
+    return triton.cdiv(triton.cdiv(channels, slices), 64) * 64
 
 
 def write_launch(channels: int) -> Launch:
@@ -55,43 +75,50 @@ def write_launch(channels: int) -> Launch:
     return Launch(block_t=max(1, 256 // block_c), block_c=block_c, num_warps=4)
 
 
-def write_project_launch(streams: int, rows: int) -> Launch:
-    """F1 and the projection alone: a warp group's tile of tokens. Wider steps spill: y is made where the dot has it."""
-    fits_twice = streams * rows <= 256  # phi's tiles in shared memory
-    return Launch(block_t=64, block_c=16, num_warps=4, num_stages=3 if fits_twice else 2)
+def write_project_launch(streams: int) -> Launch:
+    """F1 and the projection alone. More streams: phi's tiles take the shared memory, the streams the registers."""
+    if streams > 4:
+        return Launch(block_t=32, block_c=32, num_warps=4, num_stages=2)
+    return Launch(block_t=32, block_c=64, num_warps=4, num_stages=3)
 
 
-def read_launch(streams: int, channels: int, iterating: bool) -> Launch:
-    """F2: a row of channels in few steps; enough tokens per program to share out Sinkhorn."""
-    block_c = _channel_step(channels, 2048 if streams <= 4 else 1024)
-    return Launch(block_t=16 if iterating else 4, block_c=block_c, num_warps=8)
+def read_launch(streams: int, channels: int) -> Launch:
+    """F2: a token, or a few where C is small; a row of channels in few steps."""
+    block_c = _channel_step(channels, 1024 if streams <= 4 else 512)
+    return Launch(block_t=max(1, 512 // block_c), block_c=block_c, num_warps=4)
 
 
 def read_bwd_launch(streams: int, channels: int) -> Launch:
-    """B: sums over channels stay elementwise until the end."""
-    return Launch(block_t=16, block_c=_channel_step(channels, 128 if streams <= 4 else 64), num_warps=8)
+    """B: sums over channels stay elementwise until the end; few tokens, so that many programs share the memory."""
+    return Launch(block_t=4, block_c=_channel_step(channels, 256), num_warps=4, num_stages=3 if streams <= 4 else 2)
 
 
 def streams_bwd_launch(streams: int, channels: int, *, dots: bool, sums_df: bool = False) -> Launch:
-    """J: with dots 16 tokens at least, a tensor core's tile; without, the tile of `post`, unless df is to be summed
-    over the tokens of each program: the more tokens, the fewer partial sums.
+    """J: with dots 32 tokens, whose high and low parts fill a warp group's tile; without, the tile of `post`, unless
+    df is to be summed over the tokens of each program: the more tokens, the fewer partial sums.
 
-    A thread holds the N^2 + 2N coefficients of two tokens. Masked tiles and more streams leave fewer registers for the
-    rest, and phi fewer bytes of shared memory for loads in flight.
+    A thread holds the N^2 + 2N coefficients of a token and as many sums; more streams leave room for fewer channels.
     """
     if not dots and sums_df:
         return Launch(block_t=16, block_c=_channel_step(channels, 64), num_warps=4)
     if not dots:
         return Launch(block_t=1, block_c=_channel_step(channels, 1024 if streams <= 4 else 512), num_warps=4)
     if streams > 4:
-        return Launch(block_t=16, block_c=_channel_step(channels, 32), num_warps=8, num_stages=1)
-    return Launch(block_t=16, block_c=_channel_step(channels, 64 if channels % 64 == 0 else 32), num_warps=8)
+        return Launch(block_t=32, block_c=32, num_warps=8, num_stages=1)
+    return Launch(block_t=32, block_c=64 if channels > 32 else 32, num_warps=4)
 
 
-def parameters_bwd_launch(streams: int, channels: int, rows: int) -> Launch:
-    """P: all streams of a channel tile, so accumulators grow with both N and P."""
-    step = max(16, min(64, 8192 // (triton.next_power_of_2(streams) * rows)))
-    return Launch(block_t=32, block_c=_channel_step(channels, step), num_warps=4)
+def channels_per_thread(launch: Launch) -> int:
+    """Neighbouring channels of one token that a thread of J holds: warps beyond 32 tokens lie side by side."""
+    return 8 * 4 * launch.block_t // 32 // launch.num_warps
+
+
+def parameters_bwd_launch(rows: int, *, element_size: int, norm: bool) -> Launch:
+    """P: accumulators of 64 rows by BLOCK_C columns per block of rows, so the more rows, the fewer columns."""
+    step = 256 if element_size == 2 and not norm else 128
+    return Launch(
+        block_t=32, block_c=max(32, step // triton.next_power_of_2(max(row_blocks(rows), 1))), num_warps=4, num_stages=3
+    )
 
 
 def _channel_step(channels: int, most: int) -> int:

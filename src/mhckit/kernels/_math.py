@@ -15,13 +15,16 @@ import triton
 
 from mhckit.recipe import Recipe
 
+from ._launch import ROWS, row_blocks
+
 # Steps of Sinkhorn whose matrices the backward keeps in registers; longer iterations are recomputed in segments.
 MAX_SEGMENT_ITERATIONS = 24
 
 
 @dataclass(frozen=True, repr=False)
 class Math:
-    """Attributes that are not a Recipe's own: the ``padded_*`` sizes are the powers of two that Triton wants.
+    """Attributes that are not a Recipe's own: the ``padded_*`` sizes are the powers of two that Triton wants, and
+    ``part_columns`` is the width of a token's packed dz (see `_pack`).
 
     pre: "sigmoid", "normalized", "free", or "given" where there are no coefficients.
     post: "sigmoid", "free" or "none" (a head has no write weights).
@@ -55,11 +58,14 @@ class Math:
 
     def __post_init__(self) -> None:
         segment = max(k for k in range(1, MAX_SEGMENT_ITERATIONS + 1) if max(self.iterations, 1) % k == 0)
+        rows = 0 if self.pre == "given" else self.streams * (1 if self.post == "none" else 2) + self.logits
         derived = dict(
             padded_streams=triton.next_power_of_2(self.streams),
             padded_logits=triton.next_power_of_2(max(self.logits, 1)),
+            padded_more=triton.next_power_of_2(max(rows - self.streams, 1)),
             flat=self.residual in ("permutation", "logits"),
-            rows=0 if self.pre == "given" else self.streams * (1 if self.post == "none" else 2) + self.logits,
+            rows=rows,
+            part_columns=2 * ROWS * row_blocks(rows),
             segment_iterations=segment,
             segments=self.iterations // segment,
             log_eps=math.log(self.eps) if self.eps else -math.inf,

@@ -4,12 +4,14 @@
     dn[c]  = sum_t e[t,c] u[t] a[t,c]                                                          (n the norm of x_in)
     dbias  = sum_t D        dscale[group] = sum_t sum_{p in group} D z r        db = sum_t df
 
-Tokens are summed in chunks of fixed length into slots of their own, and the slots in order: no atomics, and the same
-bits in every run. One pass over y, and over e if the norm's weight is wanted: 8C to 10C bytes per token for 4 streams
-of 2-byte activations.
+Tokens are summed in chunks of fixed length into slots of their own, and the slots in order by one last small kernel: no
+atomics, and the same bits in every run. One pass over y, and over e if the norm's weight is wanted: 8C to 10C bytes per
+token for 4 streams of 2-byte activations.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -17,173 +19,255 @@ from torch import Tensor
 
 from mhckit.ops._register import empty
 
-from ._device import channels_exist, collapse, dot_activation, load_float, load_per_token, store_as
-from ._launch import FLOAT, PRECISION, TOKEN_CHUNK, parameters_bwd_launch, rows_per_block, tokens_of
+from ._device import channels_exist, load_float, part_column, rounded_product, store_as, sum_parts
+from ._launch import FLOAT, PRECISION, ROWS, TOKEN_CHUNK, parameters_bwd_launch, row_blocks, tokens_of
 from ._math import Math
+from ._read_bwd import LogitSums
 
 
 @triton.jit(do_not_specialize=["T"])
 def chunk_sums_kernel(
     y,
-    dz,
+    dz_parts,
     dx_in,
     read_weights,
     phi_sums,
     norm_sums,
     T,
     C: tl.constexpr,
-    P,
+    P: tl.constexpr,
     N: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    """Sums over a chunk of tokens for a tile of channels of one stream: V, and the stream's share of dn."""
+    TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    IN_PARTS: tl.constexpr = y.dtype.element_ty == tl.bfloat16
+    stream = tl.program_id(0) // TILES
+    c = tl.program_id(0) % TILES * BLOCK_C + tl.arange(0, BLOCK_C)
     here = channels_exist(c, C, BLOCK_C)
     chunk = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    if phi_sums is not None:
-        V = ()
-        for _ in tl.static_range(N):
-            V = V + (tl.zeros((BLOCK_C, ROWS), tl.float32),)
+    V = ()
+    for _ in tl.static_range(ROW_BLOCKS):
+        V = V + (tl.zeros((2 * ROWS if IN_PARTS else ROWS, BLOCK_C), tl.float32),)
     if norm_sums is not None:
         norm_sum = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for start in tl.range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, T), BLOCK_T, num_stages=STAGES):
         t = start + tl.arange(0, BLOCK_T)
         live = t < T
         tile = live[:, None] & here[None, :]
-        at = t[:, None] * (N * C) + c[None, :]
+        y_tile = tl.load(y + t[:, None] * (N * C) + stream * C + c[None, :], mask=tile, other=0.0)
         if phi_sums is not None:
-            dz_tile = load_float(dz, t[:, None] * P + rows[None, :], live[:, None] & (rows < P)[None, :])
-        next_V = ()
-        streams = ()
-        for i in tl.static_range(N):
-            stream = tl.load(y + at + i * C, mask=tile, other=0.0)
-            if phi_sums is not None:
-                next_V = next_V + (dot_activation(tl.trans(stream), dz_tile, V[i], PRECISION),)
-            if norm_sums is not None:
-                streams = streams + (stream.to(tl.float32),)
-        if phi_sums is not None:
-            V = next_V
+            V = _add_products(V, dz_parts, y_tile, t, live, P, ROWS, PRECISION)
         if norm_sums is not None:
-            normed = collapse(load_per_token(read_weights, t, live, N), streams, N)
+            weight = load_float(read_weights, t * N + stream, live)[:, None]
             e = load_float(dx_in, t[:, None] * C + c[None, :], tile)
-            norm_sum += e * normed
-    if phi_sums is not None:
-        inside = here[:, None] & (rows < P)[None, :]
-        for i in tl.static_range(N):
-            k = (chunk * P + rows[None, :]) * (N * C) + i * C + c[:, None]
-            store_as(phi_sums, k, V[i], inside)
+            norm_sum += e * weight * y_tile.to(tl.float32)
+    for block in tl.static_range(ROW_BLOCKS):
+        rows = block * ROWS + tl.arange(0, ROWS)
+        total = sum_parts(V[block]) if IN_PARTS else V[block]
+        k = (chunk * P + rows[:, None]) * (N * C) + stream * C + c[None, :]
+        store_as(phi_sums, k, total, (rows < P)[:, None] & here[None, :])
     if norm_sums is not None:
-        store_as(norm_sums, chunk * C + c, tl.sum(norm_sum, 0), here & (tl.program_id(2) == 0))
-
-
-@triton.jit(do_not_specialize=["count"])
-def phi_kernel(sums, phi, norm_weight, dphi, dnorm_weight, count, K, P, BLOCK_K: tl.constexpr):
-    """dphi and dw of a block of columns from the slots of V [count, P, K]."""
-    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    here = k < K
-    if norm_weight is not None:
-        weight = load_float(norm_weight, k, here)
-        dweight = tl.zeros((BLOCK_K,), tl.float32)
-    for p in range(P):
-        V = tl.zeros((BLOCK_K,), tl.float32)
-        for slot in range(count):
-            V += load_float(sums, (tl.cast(slot, tl.int64) * P + p) * K + k, here)
-        if norm_weight is None:
-            store_as(dphi, tl.cast(p, tl.int64) * K + k, V, here)
-        else:
-            store_as(dphi, tl.cast(p, tl.int64) * K + k, V * weight, here)
-            dweight += V * load_float(phi, tl.cast(p, tl.int64) * K + k, here)
-    if norm_weight is not None:
-        store_as(dnorm_weight, k, dweight, here)
+        store_as(norm_sums, (chunk * N + stream) * C + c, tl.sum(norm_sum, 0), here)
 
 
 @triton.jit
-def _sum_rows(sums, count, columns, width, here, BLOCK: tl.constexpr):
-    """Sum over the rows of [count, width] for these columns, BLOCK rows at a time."""
-    total = tl.zeros((BLOCK, columns.shape[0]), tl.float32)
-    for start in range(0, count, BLOCK):
-        row = tl.cast(start, tl.int64) + tl.arange(0, BLOCK)
+def _add_products(V, dz_parts, y_tile, t, live, P: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """V + dz^T y for each block of rows; the parts of dz are added up beside anything but bfloat16."""
+    stride = 2 * ROWS * len(V)
+    sums = ()
+    for block in tl.static_range(len(V)):
+        if y_tile.dtype == tl.bfloat16:
+            r = tl.arange(0, 2 * ROWS)
+            p = block * ROWS + r // 16 * 8 + r % 8
+            offsets = t[:, None] * stride + block * 2 * ROWS + r[None, :]
+            parts = tl.load(dz_parts + offsets, mask=live[:, None] & (p < P)[None, :], other=0.0)
+            sums = sums + (tl.dot(tl.trans(parts), y_tile, V[block]),)
+        else:
+            p = block * ROWS + tl.arange(0, ROWS)
+            mask = live[:, None] & (p < P)[None, :]
+            dz = load_float(dz_parts, t[:, None] * stride + part_column(p, 0)[None, :], mask)
+            dz += load_float(dz_parts, t[:, None] * stride + part_column(p, 1)[None, :], mask)
+            sums = sums + (tl.dot(tl.trans(dz), y_tile.to(tl.float32), V[block], input_precision=PRECISION),)
+    return sums
+
+
+@triton.jit(do_not_specialize=["chunks", "df_count", "pre_count", "more_count"])
+def finish_kernel(
+    phi_sums,
+    phi,
+    norm_weight,
+    dphi,
+    dnorm_weight,
+    norm_sums,
+    dout_norm_weight,
+    df_sums,
+    df_bias,
+    pre_sums,
+    more_sums,
+    dscale,
+    dbias,
+    chunks,
+    df_count,
+    pre_count,
+    more_count,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    P: tl.constexpr,
+    MATH: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Add up the slots. The first programs take a block of channels each, of every sum over slots; the last the logits."""
+    at = tl.program_id(0) * BLOCK_K
+    if phi_sums is not None:
+        if at < K:
+            _finish_phi(phi_sums, phi, norm_weight, dphi, dnorm_weight, chunks, at, K, P, PADDED_ROWS, BLOCK_K)
+    if norm_sums is not None:
+        if at < C:
+            c = at + tl.arange(0, BLOCK_K)
+            total = _sum_rows(norm_sums, chunks * (K // C), c, C, c < C, BLOCK_ROWS)
+            store_as(dout_norm_weight, c, total, c < C)
+    if df_sums is not None:
+        if at < C:
+            c = at + tl.arange(0, BLOCK_K)
+            store_as(df_bias, c, _sum_rows(df_sums, df_count, c, C, c < C, BLOCK_ROWS), c < C)
+    if dbias is not None:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
+            _finish_logits(pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH, BLOCK_ROWS)
+
+
+@triton.jit
+def _finish_phi(
+    phi_sums, phi, norm_weight, dphi, dnorm_weight, chunks, at, K: tl.constexpr, P: tl.constexpr,
+    PADDED_ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """dphi and dw of a block of columns from the slots of V [chunks, P, K]."""
+    k, p = at + tl.arange(0, BLOCK_K), tl.arange(0, PADDED_ROWS)
+    offsets = p[:, None] * K + k[None, :]
+    mask = (p < P)[:, None] & (k < K)[None, :]
+    V = tl.zeros((PADDED_ROWS, BLOCK_K), tl.float32)
+    for chunk in range(chunks):
+        V += load_float(phi_sums + tl.cast(chunk, tl.int64) * P * K, offsets, mask)
+    if norm_weight is None:
+        store_as(dphi, offsets, V, mask)
+    else:
+        store_as(dphi, offsets, V * load_float(norm_weight, k, k < K)[None, :], mask)
+        products = rounded_product(V, load_float(phi, offsets, mask))
+        store_as(dnorm_weight, k, tl.sum(products, 0), k < K)
+
+
+@triton.jit
+def _finish_logits(
+    pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
+    """dbias and dscale from the sums of D and of D z r per program of `_read_bwd`."""
+    N: tl.constexpr = MATH.streams
+    MORE: tl.constexpr = MATH.rows - N
+    n = tl.arange(0, MATH.padded_streams)
+    store_as(dbias, n, _sum_rows(pre_sums, pre_count, n, 2 * N, n < N, BLOCK_ROWS), n < N)
+    if MATH.dynamic:
+        store_as(dscale, 0, tl.sum(_sum_rows(pre_sums + N, pre_count, n, 2 * N, n < N, BLOCK_ROWS), 0), True)
+    if MORE > 0:
+        p = tl.arange(0, MATH.padded_more)
+        store_as(dbias, N + p, _sum_rows(more_sums, more_count, p, 2 * MORE, p < MORE, BLOCK_ROWS), p < MORE)
+        if MATH.dynamic:
+            inner = _sum_rows(more_sums + MORE, more_count, p, 2 * MORE, p < MORE, BLOCK_ROWS)
+            store_as(dscale, 1, tl.sum(tl.where(p < N, inner, 0.0), 0), True)
+            if MATH.logits > 0:
+                store_as(dscale, 2, tl.sum(tl.where(p >= N, inner, 0.0), 0), True)
+
+
+@triton.jit
+def _sum_rows(sums, count, columns, width, here, BLOCK_ROWS: tl.constexpr):
+    """Sum over the rows of [count, width] for these columns, BLOCK_ROWS at a time."""
+    total = tl.zeros((BLOCK_ROWS, columns.shape[0]), tl.float32)
+    for start in range(0, count, BLOCK_ROWS):
+        row = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_ROWS)
         total += load_float(sums, row[:, None] * width + columns[None, :], (row < count)[:, None] & here[None, :])
     return tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize=["count"])
-def sum_rows_kernel(sums, result, count, width, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    here = columns < width
-    store_as(result, columns, _sum_rows(sums, count, columns, width, here, BLOCK_ROWS), here)
+class PhiSums(NamedTuple):
+    """Slots of V [chunks, P, N*C] and of dn [chunks, N, C]."""
+
+    phi: Tensor | None = None
+    norm: Tensor | None = None
 
 
-@triton.jit(do_not_specialize=["count"])
-def scale_and_bias_kernel(
-    sums, dscale, dbias, count, MATH: tl.constexpr, PADDED_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
-    """From sums of D and of D z r per program of `_read_bwd` [count, 2, P]."""
-    P: tl.constexpr = MATH.rows
-    p = tl.arange(0, PADDED_ROWS)
-    store_as(dbias, p, _sum_rows(sums, count, p, 2 * P, p < P, BLOCK_ROWS), p < P)
-    if dscale is not None:
-        inner = _sum_rows(sums + P, count, p, 2 * P, p < P, BLOCK_ROWS)
-        N: tl.constexpr = MATH.streams
-        store_as(dscale, 0, tl.sum(tl.where(p < N, inner, 0.0), 0), True)
-        if MATH.post != "none":
-            store_as(dscale, 1, tl.sum(tl.where((p >= N) & (p < 2 * N), inner, 0.0), 0), True)
-        if MATH.logits > 0:
-            store_as(dscale, 2, tl.sum(tl.where(p >= 2 * N, inner, 0.0), 0), True)
-
-
-def phi_gradients(
-    y: Tensor,
-    dz: Tensor | None,
-    phi: Tensor | None,
-    norm_weight: Tensor | None,
-    *,
-    out_norm: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dphi and dnorm_weight (if dz is given), and the gradient of the norm of x_in.
-
-    out_norm: the weight of that norm, dL/dx_in and the read weights times u, where its gradient is wanted.
-    """
+def chunk_sums(y: Tensor, dz_parts: Tensor | None, rows: int, norm: tuple[Tensor, Tensor] | None = None) -> PhiSums:
+    """norm: dL/dx_in and the read weights times u, where the gradient of the norm of x_in is wanted."""
     T, N, C = tokens_of(y)
-    chunks, P = triton.cdiv(T, TOKEN_CHUNK), 0 if dz is None else phi.shape[0]
-    rows = min(rows_per_block(P), 64)
-    phi_sums = None if dz is None else empty(y, chunks, P, N * C, dtype=FLOAT)
-    norm_sums = None if out_norm is None else empty(y, chunks, C, dtype=FLOAT)
-    launch = parameters_bwd_launch(N, C, rows)
-    grid = (triton.cdiv(C, launch.block_c), chunks, max(triton.cdiv(P, rows), 1))
-    chunk_sums_kernel[grid](
-        y, dz, *((None, None) if out_norm is None else out_norm[1:]), phi_sums, norm_sums, T, C, P,
-        N=N, CHUNK=TOKEN_CHUNK, ROWS=rows, PRECISION=PRECISION, **launch.meta(),
+    rows = 0 if dz_parts is None else rows
+    chunks, launch = (
+        triton.cdiv(T, TOKEN_CHUNK),
+        parameters_bwd_launch(rows, element_size=y.element_size(), norm=norm is not None),
+    )
+    sums = PhiSums(
+        None if dz_parts is None else empty(y, chunks, rows, N * C, dtype=FLOAT),
+        None if norm is None else empty(y, chunks, N, C, dtype=FLOAT),
+    )
+    chunk_sums_kernel[(N * triton.cdiv(C, launch.block_c), chunks)](
+        y, dz_parts, *(norm or (None, None)), *sums, T, C, rows,
+        N=N, CHUNK=TOKEN_CHUNK, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION, **launch.meta(),
     )  # fmt: skip
-    dout_norm_weight = None if out_norm is None else sum_rows(norm_sums, like=out_norm[0])
-    if dz is None:
-        return None, None, dout_norm_weight
-    dphi = empty(phi, *phi.shape)
-    dnorm_weight = None if norm_weight is None else empty(norm_weight, N * C)
-    phi_kernel[(triton.cdiv(N * C, 256),)](
-        phi_sums, phi, norm_weight, dphi, dnorm_weight, chunks, N * C, P, BLOCK_K=256
+    return sums
+
+
+class Finished(NamedTuple):
+    """Gradients of parameters, None where they were not asked for."""
+
+    phi: Tensor | None
+    scale: Tensor | None
+    bias: Tensor | None
+    norm_weight: Tensor | None
+    out_norm_weight: Tensor | None
+    f_bias: Tensor | None
+
+
+def finish(
+    sums: PhiSums,
+    logit_sums: LogitSums | None,
+    df_sums: Tensor | None,
+    *,
+    streams: int,
+    channels: int,
+    math: Math | None = None,
+    phi: Tensor | None = None,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    out_norm_weight: Tensor | None = None,
+    f_bias: Tensor | None = None,
+) -> Finished:
+    """The gradients of the given parameters whose sums are given."""
+    K, wants_phi = streams * channels, sums.phi is not None
+    done = Finished(
+        empty(phi, *phi.shape) if wants_phi else None,
+        None if logit_sums is None or scale is None else empty(scale, *scale.shape),
+        None if logit_sums is None else empty(bias, *bias.shape),
+        empty(norm_weight, K) if wants_phi and norm_weight is not None else None,
+        None if sums.norm is None else empty(out_norm_weight, channels),
+        None if df_sums is None else empty(f_bias, channels),
     )
-    return dphi, dnorm_weight, dout_norm_weight
-
-
-def sum_rows(sums: Tensor, like: Tensor) -> Tensor:
-    """The sum over the rows of [count, W], as a gradient of `like` [W]."""
-    count, width = sums.shape
-    result = empty(like, width)
-    sum_rows_kernel[(triton.cdiv(width, 64),)](sums, result, count, width, BLOCK_ROWS=64, BLOCK_COLUMNS=64)
-    return result
-
-
-def scale_and_bias(sums: Tensor, scale: Tensor | None, bias: Tensor, math: Math) -> tuple[Tensor | None, Tensor]:
-    """dscale and dbias from what `_read_bwd` summed."""
-    dscale, dbias = None if scale is None else empty(scale, *scale.shape), empty(bias, *bias.shape)
-    padded = triton.next_power_of_2(math.rows)
-    scale_and_bias_kernel[(1,)](
-        sums, dscale, dbias, sums.shape[0], MATH=math, PADDED_ROWS=padded, BLOCK_ROWS=max(1, 4096 // padded)
-    )
-    return dscale, dbias
+    rows = 0 if phi is None else phi.shape[0]
+    slots = sums.phi if wants_phi else sums.norm
+    pre, more = logit_sums or (None, None)
+    block = 64
+    programs = triton.cdiv(K if wants_phi else channels if slots is not None or df_sums is not None else 0, block)
+    finish_kernel[(programs + (logit_sums is not None),)](
+        sums.phi, phi, norm_weight, done.phi, done.norm_weight, sums.norm, done.out_norm_weight, df_sums, done.f_bias,
+        pre, more, done.scale, done.bias,
+        0 if slots is None else slots.shape[0], 0 if df_sums is None else df_sums.shape[0],
+        0 if pre is None else pre.shape[0], 0 if more is None else more.shape[0],
+        C=channels, K=K, P=rows, MATH=math, PADDED_ROWS=triton.next_power_of_2(max(rows, 1)), BLOCK_K=block,
+        BLOCK_ROWS=32, num_warps=4,
+    )  # fmt: skip
+    return done

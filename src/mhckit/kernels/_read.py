@@ -3,10 +3,11 @@
     z = sum_s partial[s]    ms = sum_s square[s] / K    pre, post, H = coefficients(z, ms)
     a[t,c] = sum_i w[t,i] y[t,i,c]          x_in = a,  or with a norm weight g  u a g,  u = 1 / sqrt(mean_c a^2 + eps)
 
-A program first computes the coefficients of BLOCK_T tokens, a matrix per thread group, and then collapses the rows of
-these tokens one after the other. WEIGHTS says which w: "pre" just computed, "given", "first" (stream 0), a constant, or
-"none" for coefficients alone. Reads y, writes x_in: 10C bytes per token for 4 streams of 2-byte activations; with a
-norm the row is read twice, the second time from the nearest cache.
+WEIGHTS says which w: "pre" just computed, "given", "first" (stream 0), a constant, or "none" for coefficients alone. The
+first programs compute post and H, which the collapse does not need: Sinkhorn keeps their threads busy while the memory
+serves the others, which compute pre and collapse the rows of a token or a few. Reads y, writes x_in: 10C bytes per token
+for 4 streams of 2-byte activations; with a norm a row stays in registers (beyond MAX_STEPS steps it is read twice, the
+second time from the nearest cache).
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from ._coefficients import (
     residual_index,
     stream_index,
 )
-from ._device import channels_exist, collapse, load_float, load_streams, rounded_product, store_as, tokens_of_program
-from ._launch import read_launch
+from ._device import channels_exist, collapse, columns_of, load_float, load_streams, rounded_product, store_as
+from ._launch import RESIDUAL_TOKENS, Launch, read_launch
 from ._math import Math
 from ._residual import residual_map
 from ._write_project import Projection
 
+# Steps of a row that a program with a norm keeps in registers.
+MAX_STEPS = tl.constexpr(16)
 
-@triton.jit(do_not_specialize=["T", "splits"])
+
+@triton.jit(do_not_specialize=["T", "splits", "residual_programs"])
 def read_kernel(
     y,
     partials,
@@ -55,29 +59,48 @@ def read_kernel(
     width,
     norm_eps,
     constant,
+    residual_programs,
     MATH: tl.constexpr,
     WEIGHTS: tl.constexpr,
+    SEPARATE: tl.constexpr,
+    RESIDUAL_T: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    if MATH.rows > 0:
-        t, live = tokens_of_program(T, BLOCK_T)
-        sums = (partials, squares, splits, width)
-        _coefficients(y, sums, scale, bias, pre, post, res, z, mean_square, t, live, T, MATH)
-    if WEIGHTS != "none":
-        if WEIGHTS == "pre":
-            tl.debug_barrier()  # the weights that other threads of this program have just stored are loaded again
-        first = tl.program_id(0).to(tl.int64) * BLOCK_T
-        for t in range(first, tl.minimum(first + BLOCK_T, T)):
-            _collapse_row(y, pre if WEIGHTS == "pre" else weights, norm_weight, x_in, u, t, C, norm_eps, constant,
-                          MATH.streams, WEIGHTS, BLOCK_C, STAGES)  # fmt: skip
+    sums = (partials, squares, splits, width)
+    program = tl.program_id(0)
+    if program >= residual_programs:
+        t = (program - residual_programs).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = t < T
+        n, is_stream = stream_index(MATH)
+        at, here = t[:, None] * MATH.streams + n, live[:, None] & is_stream
+        if MATH.rows > 0:
+            r = _load_r(sums, mean_square, t, live, T, MATH)
+            logits = _logits(partials, scale, bias, z, r, 0, n, is_stream, t, live, splits, T, MATH)
+            value = pre_of(logits, is_stream, MATH)
+            store_as(pre, at, value, here)
+            if not SEPARATE:
+                _write_half(y, sums, scale, bias, post, res, z, r, t, live, T, MATH)
+        if WEIGHTS != "none":
+            if WEIGHTS == "constant":
+                value = tl.where(here, constant, 0.0)
+            elif WEIGHTS == "first":
+                value = tl.where(here & (n == 0), 1.0, 0.0)
+            elif WEIGHTS == "given":
+                value = load_float(weights, at, here)
+            columns = columns_of(value, MATH.streams)
+            _collapse_rows(
+                y, columns, norm_weight, x_in, u, t, live, C, norm_eps, MATH.streams, BLOCK_T, BLOCK_C, STAGES
+            )
+    elif SEPARATE:
+        _write_half_alone(y, sums, scale, bias, post, res, z, program.to(tl.int64), T, MATH, RESIDUAL_T)
 
 
 @triton.jit
-def _coefficients(y, sums, scale, bias, pre, post, res, z, mean_square, t, live, T, MATH: tl.constexpr):
-    partials, squares, splits, width = sums
-    r = tl.zeros((t.shape[0],), tl.float32)
+def _load_r(sums, mean_square, t, live, T, MATH: tl.constexpr):
+    """1 / rms of each token's streams; the mean square is stored on the way."""
+    _partials, squares, splits, width = sums
     if MATH.dynamic:
         square = load_float(squares, t, live)
         for split in range(1, splits):
@@ -85,19 +108,29 @@ def _coefficients(y, sums, scale, bias, pre, post, res, z, mean_square, t, live,
         square = tl.div_rn(square, width)
         if mean_square is not None:
             store_as(mean_square, t, square, live)
-        r = reciprocal_rms(square, MATH)
+        return reciprocal_rms(square, MATH)
+    else:
+        return tl.zeros((t.shape[0],), tl.float32)
 
-    n, is_stream = stream_index(MATH)
-    here = live[:, None] & is_stream
-    at = t[:, None] * MATH.streams + n
-    logits = _logits(partials, scale, bias, z, r, 0, n, is_stream, t, live, splits, T, MATH)
-    store_as(pre, at, pre_of(logits, is_stream, MATH), here)
+
+@triton.jit
+def _write_half_alone(y, sums, scale, bias, post, res, z, program, T, MATH: tl.constexpr, RESIDUAL_T: tl.constexpr):
+    t = program * RESIDUAL_T + tl.arange(0, RESIDUAL_T)
+    r = _load_r(sums, None, t, t < T, T, MATH)
+    _write_half(y, sums, scale, bias, post, res, z, r, t, t < T, T, MATH)
+
+
+@triton.jit
+def _write_half(y, sums, scale, bias, post, res, z, r, t, live, T, MATH: tl.constexpr):
+    """post and the residual map, which the next write-back takes."""
+    partials, _squares, splits, _width = sums
     if MATH.post != "none":
+        n, is_stream = stream_index(MATH)
         logits = _logits(partials, scale, bias, z, r, 1, n, is_stream, t, live, splits, T, MATH)
         value = post_of(logits, MATH)
         if MATH.round_mix:
             value = value.to(y.dtype.element_ty).to(tl.float32)
-        store_as(post, at, value, here)
+        store_as(post, t[:, None] * MATH.streams + n, value, live[:, None] & is_stream)
     if MATH.logits > 0:
         index, is_logit = residual_index(MATH)
         logits = _logits(partials, scale, bias, z, r, 2, index, is_logit, t, live, splits, T, MATH)
@@ -128,42 +161,60 @@ def _logits(partials, scale, bias, z, r, GROUP: tl.constexpr, index, exists, t, 
 
 
 @triton.jit
-def _collapse_row(
-    y, weights, norm_weight, x_in, u, t, C: tl.constexpr, norm_eps, constant, N: tl.constexpr, WEIGHTS: tl.constexpr,
+def _collapse_rows(
+    y, weights, norm_weight, x_in, u, t, live, C: tl.constexpr, norm_eps, N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    columns = ()
-    for i in tl.static_range(N):
-        if WEIGHTS == "constant":
-            weight = constant
-        elif WEIGHTS == "first":
-            weight = 1.0 if i == 0 else 0.0
-        else:
-            weight = tl.load(weights + t * N + i).to(tl.float32)
-        columns = columns + (weight,)
+    STEPS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     if norm_weight is None:
         for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
-            c = start + tl.arange(0, BLOCK_C)
-            here = channels_exist(c, C, BLOCK_C)
-            store_as(x_in, t * C + c, _collapse(y, columns, t, c, here, C, N), here)
+            offsets, mask, _c, _here = _tile(t, live, start, C, BLOCK_C)
+            store_as(x_in, offsets, _collapse(y, weights, t, live, start, C, N, BLOCK_C), mask)
+    elif STEPS <= MAX_STEPS:
+        tiles = ()
+        square = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+        for step in tl.static_range(STEPS):
+            tiles = tiles + (_collapse(y, weights, t, live, step * BLOCK_C, C, N, BLOCK_C),)
+            square += rounded_product(tiles[step], tiles[step])
+        inverse = _inverse_rms(square, u, t, live, C, norm_eps)
+        for step in tl.static_range(STEPS):
+            _store_normed(x_in, tiles[step], inverse, norm_weight, t, live, step * BLOCK_C, C, BLOCK_C)
     else:
-        square = tl.zeros((BLOCK_C,), tl.float32)
+        square = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
         for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
-            c = start + tl.arange(0, BLOCK_C)
-            a = _collapse(y, columns, t, c, channels_exist(c, C, BLOCK_C), C, N)
+            a = _collapse(y, weights, t, live, start, C, N, BLOCK_C)
             square += rounded_product(a, a)
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(square, 0) / C + norm_eps))
-        store_as(u, t, inverse, True)
+        inverse = _inverse_rms(square, u, t, live, C, norm_eps)
         for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
-            c = start + tl.arange(0, BLOCK_C)
-            here = channels_exist(c, C, BLOCK_C)
-            scaled = _collapse(y, columns, t, c, here, C, N) * inverse * load_float(norm_weight, c, here)
-            store_as(x_in, t * C + c, scaled, here)
+            a = _collapse(y, weights, t, live, start, C, N, BLOCK_C)
+            _store_normed(x_in, a, inverse, norm_weight, t, live, start, C, BLOCK_C)
 
 
 @triton.jit
-def _collapse(y, weights, t, c, here, C: tl.constexpr, N: tl.constexpr):
-    return collapse(weights, load_streams(y, t * (N * C) + c, here, C, N), N)
+def _tile(t, live, start, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Offsets and mask of a tile of [tokens, C], its channels and which of them exist."""
+    c = start + tl.arange(0, BLOCK_C)
+    here = channels_exist(c, C, BLOCK_C)
+    return t[:, None] * C + c[None, :], live[:, None] & here[None, :], c, here
+
+
+@triton.jit
+def _collapse(y, weights, t, live, start, C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr):
+    offsets, mask, _c, _here = _tile(t, live, start, C, BLOCK_C)
+    return collapse(weights, load_streams(y, offsets + (t * (N - 1) * C)[:, None], mask, C, N), N)
+
+
+@triton.jit
+def _inverse_rms(square, u, t, live, C: tl.constexpr, norm_eps):
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(square, 1) / C + norm_eps))
+    store_as(u, t, inverse, live)
+    return inverse[:, None]
+
+
+@triton.jit
+def _store_normed(x_in, a, inverse, norm_weight, t, live, start, C: tl.constexpr, BLOCK_C: tl.constexpr):
+    offsets, mask, c, here = _tile(t, live, start, C, BLOCK_C)
+    store_as(x_in, offsets, a * inverse * load_float(norm_weight, c, here)[None, :], mask)
 
 
 def read(
@@ -189,12 +240,16 @@ def read(
     u: Tensor | None = None,
 ) -> None:
     """Fill the given results. weights: a tensor [T, N], or what WEIGHTS may be; width: what divides the squares."""
-    launch = read_launch(math.streams, channels, iterating=math.logits > 0)
+    alone = isinstance(weights, str) and weights == "none"
+    launch = Launch(RESIDUAL_TOKENS, 16, num_warps=4) if alone else read_launch(math.streams, channels)
+    separate = not alone and math.rows > math.streams
+    residual_programs = triton.cdiv(tokens, RESIDUAL_TOKENS) if separate else 0
     given = isinstance(weights, Tensor)
     splits = 1 if projection is None else projection.z.shape[0]
-    read_kernel[(triton.cdiv(tokens, launch.block_t),)](
+    read_kernel[(residual_programs + triton.cdiv(tokens, launch.block_t),)](
         y, *(projection or (None, None)), scale, bias, weights if given else None, norm_weight,
         x_in, pre, post, res if math.logits else None, z, mean_square, u if norm_weight is not None else None,
-        tokens, channels, splits, width or float(math.streams * channels), norm_eps, constant,
-        MATH=math, WEIGHTS="given" if given else weights, **launch.meta(),
+        tokens, channels, splits, width or float(math.streams * channels), norm_eps, constant, residual_programs,
+        MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=RESIDUAL_TOKENS,
+        **launch.meta(),
     )  # fmt: skip

@@ -6,15 +6,21 @@
     dz = D scale r      k = 2/K dL/dms      sums over this program's tokens of D and of D z r
 
 so that the gradient of y, in `_streams_bwd`, is  g + w_i d + dz phi + k y  with d = e; with a norm, with u w_i in place
-of w_i, d = n e - b (u a). The iteration of Sinkhorn runs again on chip. Reads y and e: 10C bytes per token for 4
-streams of 2-byte activations.
+of w_i, d = n e - b (u a). As in `_read`, the first programs take post and H, whose logits need no sum over channels: the
+iteration of Sinkhorn runs again on chip while the memory serves the other programs. Their share of k is k_more. dz is
+stored in the parts that J and P multiply (`_pack`). Reads y and e: 10C bytes per token for 4 streams of 2-byte
+activations.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mhckit.ops._register import empty
 
 from ._coefficients import (
     beside_residual,
@@ -39,14 +45,13 @@ from ._device import (
     load_streams,
     rounded_product,
     store_as,
-    tokens_of_program,
 )
-from ._launch import read_bwd_launch
+from ._launch import FLOAT, RESIDUAL_TOKENS, Launch, read_bwd_launch
 from ._math import Math
 from ._residual import residual_map_backward
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "residual_programs"])
 def read_bwd_kernel(
     y,
     dx_in,
@@ -61,68 +66,113 @@ def read_bwd_kernel(
     norm_weight,
     u,
     dz,
-    dmean_square,
+    k_share,
+    k_more,
     read_weights,
     norm_share,
     dweights,
     sums,
+    more_sums,
     T,
     C: tl.constexpr,
     k_factor,
+    residual_programs,
     MATH: tl.constexpr,
     WEIGHTS: tl.constexpr,
+    SEPARATE: tl.constexpr,
+    RESIDUAL_T: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     N: tl.constexpr = MATH.streams
     PADDED: tl.constexpr = MATH.padded_streams
-    t, live = tokens_of_program(T, BLOCK_T)
-    n, is_stream = stream_index(MATH)
-    at, here = t[:, None] * N + n, live[:, None] & is_stream
-    if MATH.rows > 0:
-        ms = tl.zeros((BLOCK_T,), tl.float32)
-        if MATH.dynamic:
-            ms = tl.where(live, load_float(mean_square, t, live), 1.0)  # 1 / 0 beyond the last token would spread
-        r = reciprocal_rms(ms, MATH)
-        z_pre = _load_rows(z, 0, n, is_stream, t, live, T, MATH)
-        logits_pre, inner_pre = logits_of(z_pre, r[:, None], scale, bias, 0, n, is_stream, MATH)
+    MORE: tl.constexpr = MATH.rows - N
+    program = tl.program_id(0)
+    if program >= residual_programs:
+        row = (program - residual_programs).to(tl.int64)
+        t = row * BLOCK_T + tl.arange(0, BLOCK_T)
+        live = t < T
+        n, is_stream = stream_index(MATH)
+        at, here = t[:, None] * N + n, live[:, None] & is_stream
+        if MATH.rows > 0:
+            ms, r = _load_r(mean_square, t, live, MATH)
+            z_pre = _load_rows(z, 0, n, is_stream, t, live, T, MATH)
+            logits_pre, inner_pre = logits_of(z_pre, r[:, None], scale, bias, 0, n, is_stream, MATH)
 
-    if WEIGHTS == "pre":
-        w = pre_of(logits_pre, is_stream, MATH)
-    elif WEIGHTS == "first":
-        w = tl.where(n == 0, 1.0, 0.0) + tl.zeros((BLOCK_T, 1), tl.float32)
-    elif WEIGHTS == "given":
-        w = load_float(weights, at, here)
-    if WEIGHTS != "none":
-        dw = tl.zeros((BLOCK_T, PADDED), tl.float32)
-        if dx_in is not None:
-            dw, share = _collapse_backward(y, dx_in, norm_weight, u, w, t, live, C, MATH, BLOCK_T, BLOCK_C, STAGES)
-            if norm_share is not None:
-                store_as(norm_share, t, share, live)
-        if read_weights is not None:
-            scaled = w * load_float(u, t, live)[:, None] if norm_weight is not None else w
-            store_as(read_weights, at, scaled, here)
-        if dweights is not None:
-            store_as(dweights, at, dw, here)
-
-    if MATH.rows > 0:
-        dr = tl.zeros((BLOCK_T,), tl.float32)
-        given_pre = tl.zeros((BLOCK_T, PADDED), tl.float32)
-        if dpre is not None:
-            given_pre = load_float(dpre, at, here)
         if WEIGHTS == "pre":
-            given_pre += dw
-        dlogits = pre_backward(given_pre, logits_pre, is_stream, MATH)
-        dr += group_backward(
-            dlogits, z_pre, inner_pre, r[:, None], scale, dz, sums, 0, n, is_stream, t, live, MATH.rows, MATH
-        )
-        if MATH.post != "none":
-            dr += _post_backward(dpost, z, r, scale, bias, dz, sums, t, live, T, MATH, BLOCK_T)
-        if MATH.logits > 0:
-            dr += _residual_backward(dres, z, r, scale, bias, dz, sums, t, live, T, MATH, BLOCK_T)
-        if MATH.dynamic:
-            store_as(dmean_square, t, reciprocal_rms_backward(dr, ms, MATH) * k_factor, live)
+            w = pre_of(logits_pre, is_stream, MATH)
+        elif WEIGHTS == "first":
+            w = tl.where(n == 0, 1.0, 0.0) + tl.zeros((BLOCK_T, 1), tl.float32)
+        elif WEIGHTS == "given":
+            w = load_float(weights, at, here)
+        if WEIGHTS != "none":
+            dw = tl.zeros((BLOCK_T, PADDED), tl.float32)
+            if dx_in is not None:
+                dw, share = _collapse_backward(y, dx_in, norm_weight, u, w, t, live, C, MATH, BLOCK_T, BLOCK_C, STAGES)
+                if norm_share is not None:
+                    store_as(norm_share, t, share, live)
+            if read_weights is not None:
+                scaled = w * load_float(u, t, live)[:, None] if norm_weight is not None else w
+                store_as(read_weights, at, scaled, here)
+            if dweights is not None:
+                store_as(dweights, at, dw, here)
+
+        if MATH.rows > 0:
+            given_pre = tl.zeros((BLOCK_T, PADDED), tl.float32)
+            if dpre is not None:
+                given_pre = load_float(dpre, at, here)
+            if WEIGHTS == "pre":
+                given_pre += dw
+            dlogits = pre_backward(given_pre, logits_pre, is_stream, MATH)
+            dr = group_backward(
+                dlogits, z_pre, inner_pre, r[:, None], scale, dz, sums + row * (2 * N), 0, N, 0, n, is_stream,
+                t, live, MATH,
+            )  # fmt: skip
+            if not SEPARATE and MORE > 0:
+                dr += _write_half_backward(
+                    dpost, dres, z, r, scale, bias, dz, more_sums + row * (2 * MORE), t, live, T, MATH
+                )
+            if MATH.dynamic:
+                store_as(k_share, t, reciprocal_rms_backward(dr, ms, MATH) * k_factor, live)
+    elif SEPARATE:
+        _write_half_backward_alone(
+            dpost, dres, z, mean_square, scale, bias, dz, k_more, more_sums, program.to(tl.int64), T, k_factor, MATH,
+            RESIDUAL_T,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_half_backward_alone(
+    dpost, dres, z, mean_square, scale, bias, dz, k_more, sums, program, T, k_factor, MATH: tl.constexpr,
+    RESIDUAL_T: tl.constexpr,
+):  # fmt: skip
+    t = program * RESIDUAL_T + tl.arange(0, RESIDUAL_T)
+    live = t < T
+    ms, r = _load_r(mean_square, t, live, MATH)
+    sums += program * (2 * (MATH.rows - MATH.streams))
+    dr = _write_half_backward(dpost, dres, z, r, scale, bias, dz, sums, t, live, T, MATH)
+    if MATH.dynamic:
+        store_as(k_more, t, reciprocal_rms_backward(dr, ms, MATH) * k_factor, live)
+
+
+@triton.jit
+def _load_r(mean_square, t, live, MATH: tl.constexpr):
+    ms = tl.zeros((t.shape[0],), tl.float32)
+    if MATH.dynamic:
+        ms = tl.where(live, load_float(mean_square, t, live), 1.0)  # 1 / 0 beyond the last token would spread
+    return ms, reciprocal_rms(ms, MATH)
+
+
+@triton.jit
+def _write_half_backward(dpost, dres, z, r, scale, bias, dz, sums, t, live, T, MATH: tl.constexpr):
+    """Through post and the residual map; returns their share of dL/dr."""
+    dr = tl.zeros((t.shape[0],), tl.float32)
+    if MATH.post != "none":
+        dr += _post_backward(dpost, z, r, scale, bias, dz, sums, t, live, T, MATH)
+    if MATH.logits > 0:
+        dr += _residual_backward(dres, z, r, scale, bias, dz, sums, t, live, T, MATH)
+    return dr
 
 
 @triton.jit
@@ -134,20 +184,24 @@ def _load_rows(z, GROUP: tl.constexpr, index, exists, t, live, T, MATH: tl.const
 
 
 @triton.jit
-def _post_backward(dpost, z, r, scale, bias, dz, sums, t, live, T, MATH: tl.constexpr, BLOCK_T: tl.constexpr):
-    PADDED: tl.constexpr = MATH.padded_streams
+def _post_backward(dpost, z, r, scale, bias, dz, sums, t, live, T, MATH: tl.constexpr):
+    N: tl.constexpr = MATH.streams
     n, is_stream = stream_index(MATH)
     rows = _load_rows(z, 1, n, is_stream, t, live, T, MATH)
     logits, inner = logits_of(rows, r[:, None], scale, bias, 1, n, is_stream, MATH)
-    gradient = tl.zeros((BLOCK_T, PADDED), tl.float32)
+    PADDED: tl.constexpr = MATH.padded_streams
+    gradient = tl.zeros((t.shape[0], PADDED), tl.float32)
     if dpost is not None:
-        gradient = load_float(dpost, t[:, None] * MATH.streams + n, live[:, None] & is_stream)
+        gradient = load_float(dpost, t[:, None] * N + n, live[:, None] & is_stream)
     dlogits = post_backward(gradient, logits, MATH)
-    return group_backward(dlogits, rows, inner, r[:, None], scale, dz, sums, 1, n, is_stream, t, live, MATH.rows, MATH)
+    return group_backward(
+        dlogits, rows, inner, r[:, None], scale, dz, sums, N, MATH.rows - N, 1, n, is_stream, t, live, MATH
+    )
 
 
 @triton.jit
-def _residual_backward(dres, z, r, scale, bias, dz, sums, t, live, T, MATH: tl.constexpr, BLOCK_T: tl.constexpr):
+def _residual_backward(dres, z, r, scale, bias, dz, sums, t, live, T, MATH: tl.constexpr):
+    N: tl.constexpr = MATH.streams
     index, is_logit = residual_index(MATH)
     rows = _load_rows(z, 2, index, is_logit, t, live, T, MATH)
     beside = beside_residual(r, MATH)
@@ -161,7 +215,9 @@ def _residual_backward(dres, z, r, scale, bias, dz, sums, t, live, T, MATH: tl.c
         offsets = t[:, None, None] * (MATH.streams * MATH.streams) + entry
         dmatrix = load_float(dres, offsets, live[:, None, None] & is_entry)
         dlogits = residual_map_backward(dmatrix, logits, is_logit, MATH)
-    return group_backward(dlogits, rows, inner, beside, scale, dz, sums, 2, index, is_logit, t, live, MATH.rows, MATH)
+    return group_backward(
+        dlogits, rows, inner, beside, scale, dz, sums, N, MATH.rows - N, 2, index, is_logit, t, live, MATH
+    )
 
 
 @triton.jit
@@ -220,36 +276,67 @@ def _collapse_backward(
     return dw, share
 
 
+class LogitSums(NamedTuple):
+    """Sums of D and of D z r per program: of the rows of pre [programs, 2, N], and of the others [programs, 2, P - N]."""
+
+    pre: Tensor
+    more: Tensor | None
+
+
+class CoefficientGradients(NamedTuple):
+    """k is the sum of its two shares; k_more is None where one program does all."""
+
+    dz: Tensor | None
+    k: Tensor | None
+    k_more: Tensor | None
+    sums: LogitSums | None
+
+
 def read_bwd(
     y: Tensor | None,
     dx_in: Tensor | None,
-    dpre: Tensor | None,
-    dpost: Tensor | None,
-    dres: Tensor | None,
+    dmix: tuple[Tensor | None, Tensor | None, Tensor | None],
     z: Tensor | None,
     mean_square: Tensor | None,
     scale: Tensor | None,
     bias: Tensor | None,
     math: Math,
     *,
+    like: Tensor,
     tokens: int,
     channels: int = 1,
     weights: Tensor | str = "none",
     norm_weight: Tensor | None = None,
     u: Tensor | None = None,
     dz: Tensor | None = None,
-    dmean_square: Tensor | None = None,
     k_factor: float = 1.0,
     read_weights: Tensor | None = None,
     norm_share: Tensor | None = None,
     dweights: Tensor | None = None,
-    sums: Tensor | None = None,
-) -> None:
-    """Fill the given results. weights: a tensor [T, N], or what WEIGHTS may be."""
-    launch = read_bwd_launch(math.streams, channels)
+) -> CoefficientGradients:
+    """Fill the given results and return the rest, on the device of like.
+
+    weights: a tensor [T, N], or what WEIGHTS may be; dz: where it goes, packed if it holds bfloat16.
+    """
+    alone = isinstance(weights, str) and weights == "none"
+    launch = Launch(RESIDUAL_TOKENS, 16, num_warps=4) if alone else read_bwd_launch(math.streams, channels)
+    more = math.rows - math.streams
+    separate = not alone and more > 0
+    residual_programs = triton.cdiv(tokens, RESIDUAL_TOKENS) if separate else 0
+    programs = triton.cdiv(tokens, launch.block_t)
+    k = k_more = sums = None
+    if math.rows:
+        k = empty(like, tokens, dtype=FLOAT) if math.dynamic else None
+        k_more = empty(like, tokens, dtype=FLOAT) if math.dynamic and separate else None
+        sums = LogitSums(
+            empty(like, programs, 2, math.streams, dtype=FLOAT),
+            empty(like, residual_programs or programs, 2, more, dtype=FLOAT) if more > 0 else None,
+        )
     given = isinstance(weights, Tensor)
-    read_bwd_kernel[(triton.cdiv(tokens, launch.block_t),)](
-        y, dx_in, dpre, dpost, dres, z, mean_square, scale, bias, weights if given else None, norm_weight, u,
-        dz, dmean_square, read_weights, norm_share, dweights, sums, tokens, channels, k_factor,
-        MATH=math, WEIGHTS="given" if given else weights, **launch.meta(),
+    read_bwd_kernel[(residual_programs + programs,)](
+        y, dx_in, *dmix, z, mean_square, scale, bias, weights if given else None, norm_weight, u,
+        dz, k, k_more, read_weights, norm_share, dweights, *(sums or (None, None)), tokens, channels, k_factor,
+        residual_programs, MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate,
+        RESIDUAL_T=RESIDUAL_TOKENS, **launch.meta(),
     )  # fmt: skip
+    return CoefficientGradients(dz, k, k_more, sums)

@@ -11,13 +11,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mhckit.ops._register import empty
-from mhckit.ops.coefficients import ParameterGradients, Parameters
+from mhckit.ops.coefficients import Parameters
 
-from ._launch import FLOAT, read_bwd_launch, tokens_of
+from ._launch import FLOAT, channels_per_thread, streams_bwd_launch, tokens_of
 from ._math import Math
-from ._parameters_bwd import phi_gradients, scale_and_bias
+from ._pack import empty_dz_parts, pack_phi
+from ._parameters_bwd import Finished, PhiSums, chunk_sums, finish
 from ._read import read
-from ._read_bwd import read_bwd
+from ._read_bwd import LogitSums, read_bwd
 from ._streams_bwd import CollapseGradient, ProjectionGradient
 from ._write_project import Projection
 
@@ -30,13 +31,12 @@ def read_weights_of_backward(y: Tensor, weights: Tensor | str, norm_weight: Tens
 
 
 class ReadGradients(NamedTuple):
-    """The parts of G (see `_streams_bwd`), and the gradients that are finished already."""
+    """The parts of G (see `_streams_bwd`), the gradient of given weights, and what `parameter_gradients` adds up."""
 
     collapse: CollapseGradient
     projection: ProjectionGradient
     weights: Tensor | None
-    parameters: ParameterGradients
-    out_norm_weight: Tensor | None
+    sums: LogitSums
 
 
 def read_half_fwd(
@@ -69,42 +69,64 @@ def read_half_bwd(
     z: Tensor | None,
     mean_square: Tensor | None,
     u: Tensor | None,
+    math: Math,
+) -> ReadGradients:
+    """Up to where the streams come in. weights: a tensor [T, N], "pre", "first" (stream 0), or "none" without a collapse."""
+    (T, N, C), lead = tokens_of(y), y.shape[:-2]
+    phi, scale, bias, norm_weight = parameters
+    collapses = dx_in is not None
+    read_weights = read_weights_of_backward(y, weights, out_norm_weight) if collapses else None
+    norm_share = empty(y, *lead, dtype=FLOAT) if collapses and out_norm_weight is not None else None
+    dweights = empty(weights, *weights.shape) if isinstance(weights, Tensor) else None
+    gradients = read_bwd(
+        y, dx_in, dmix, z, mean_square, scale, bias, math,
+        like=y, tokens=T, channels=C, weights=weights, norm_weight=out_norm_weight, u=u,
+        dz=None if phi is None else empty_dz_parts(y, T, math.rows), k_factor=2 / (N * C),
+        read_weights=None if read_weights is weights else read_weights, norm_share=norm_share, dweights=dweights,
+    )  # fmt: skip
+    return ReadGradients(
+        CollapseGradient(dx_in, read_weights, out_norm_weight, norm_share) if collapses else CollapseGradient(),
+        project_gradient(gradients.dz, gradients.k, gradients.k_more, phi, norm_weight, y),
+        dweights,
+        gradients.sums,
+    )
+
+
+def project_gradient(
+    dz_parts: Tensor | None, k: Tensor | None, k_more: Tensor | None, phi: Tensor | None, norm_weight: Tensor | None,
+    y: Tensor,
+) -> ProjectionGradient:  # fmt: skip
+    """What J takes of a projection: phi is packed here."""
+    if phi is None:
+        return ProjectionGradient()
+    _T, N, C = tokens_of(y)
+    channels = channels_per_thread(streams_bwd_launch(N, C, dots=True))
+    return ProjectionGradient(dz_parts, k, k_more, pack_phi(phi, norm_weight, N, channels), phi.shape[0])
+
+
+def parameter_gradients(
+    read: ReadGradients,
+    y: Tensor,
+    parameters: Parameters,
+    out_norm_weight: Tensor | None,
     need_phi: bool,
     need_out_norm: bool,
     math: Math,
-) -> ReadGradients:
-    """weights: a tensor [T, N], "pre", "first" (stream 0), or "none" where nothing was collapsed."""
-    (T, N, C), lead = tokens_of(y), y.shape[:-2]
-    phi, scale, bias, norm_weight = parameters
-    given = isinstance(weights, Tensor)
-    collapses = dx_in is not None
-    dz = None if phi is None else empty(y, *lead, math.rows, dtype=FLOAT)
-    k = None if phi is None else empty(y, *lead, dtype=FLOAT)
-    read_weights = read_weights_of_backward(y, weights, out_norm_weight) if collapses else None
-    norm_share = empty(y, *lead, dtype=FLOAT) if collapses and out_norm_weight is not None else None
-    dweights = empty(weights, *weights.shape) if given else None
-    programs = -(-T // read_bwd_launch(N, C).block_t)
-    sums = empty(y, programs, 2, math.rows, dtype=FLOAT)
-    read_bwd(
-        y, dx_in, *dmix, z, mean_square, scale, bias, math,
-        tokens=T, channels=C, weights=weights, norm_weight=out_norm_weight, u=u,
-        dz=dz, dmean_square=k, k_factor=2 / (N * C), read_weights=None if read_weights is weights else read_weights,
-        norm_share=norm_share, dweights=dweights, sums=sums,
+    *,
+    df_sums: Tensor | None = None,
+    f_bias: Tensor | None = None,
+) -> Finished:
+    """P and the small kernel that ends it."""
+    _T, N, C = tokens_of(y)
+    dx_in, read_weights, _norm_weight, _share = read.collapse
+    wants_norm = need_out_norm and out_norm_weight is not None
+    norm = (dx_in, read_weights) if wants_norm and dx_in is not None else None
+    dz_parts = read.projection.dz_parts if need_phi else None
+    sums = PhiSums() if dz_parts is None and norm is None else chunk_sums(y, dz_parts, read.projection.rows, norm)
+    done = finish(
+        sums, read.sums, df_sums,
+        streams=N, channels=C, math=math, out_norm_weight=out_norm_weight, f_bias=f_bias, **parameters._asdict(),
     )  # fmt: skip
-    dphi = dnorm_weight = dout_norm_weight = None
-    need_phi, need_out_norm = need_phi and phi is not None, need_out_norm and out_norm_weight is not None
-    out_norm = (out_norm_weight, dx_in, read_weights) if need_out_norm and collapses else None
-    if need_phi or out_norm is not None:
-        dphi, dnorm_weight, dout_norm_weight = phi_gradients(
-            y, dz if need_phi else None, phi, norm_weight, out_norm=out_norm
-        )
-    if need_out_norm and not collapses:
-        dout_norm_weight = out_norm_weight.new_zeros(C)
-    dscale, dbias = scale_and_bias(sums, scale, bias, math)
-    return ReadGradients(
-        CollapseGradient(dx_in, read_weights, out_norm_weight, norm_share) if collapses else CollapseGradient(),
-        ProjectionGradient(dz, k, phi, norm_weight),
-        dweights,
-        ParameterGradients(dphi, dscale, dbias, dnorm_weight),
-        dout_norm_weight,
-    )
+    if wants_norm and norm is None:
+        done = done._replace(out_norm_weight=out_norm_weight.new_zeros(C))
+    return done

@@ -7,7 +7,8 @@
                dH[t,o,i] = sum_c G[t,o,c] x[t,i,c]     dpost[t,o] = sum_c G[t,o,c] (f[t,c] + b[c])
                y recomputed from x and f, rounded as in forward
 
-Every part of G is optional. dz, k, w (times u, with a norm) and b come from `_read_bwd`. G itself is never stored.
+Every part of G is optional. dz, k, w (times u, with a norm) and b come from `_read_bwd`, phi from `_pack`. G itself is
+never stored.
 Reads g, d, x and f, writes dx and df: 30C bytes per token for 4 streams of 2-byte activations.
 """
 
@@ -22,20 +23,31 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import (
-    bfloat16_parts,
     channels_exist,
     collapse,
     fold,
     folded_zeros,
     load_float,
     load_per_token,
-    load_streams,
+    part_column,
+    pieces,
     store_as,
+    sum_parts,
     tokens_of_program,
-    unfold_sum,
+    unpack_columns,
     write_stream,
 )
-from ._launch import FLOAT, PRECISION, Launch, rows_per_block, streams_bwd_launch, tokens_of
+from ._launch import (
+    FLOAT,
+    PHI_BLOCK,
+    ROWS,
+    Launch,
+    channels_per_thread,
+    loads_are_wide,
+    row_blocks,
+    streams_bwd_launch,
+    tokens_of,
+)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -45,10 +57,10 @@ def streams_bwd_kernel(
     read_weights,
     norm_weight,
     norm_share,
-    dz,
+    dz_parts,
     k_share,
-    phi,
-    phi_weight,
+    k_more,
+    phi_parts,
     x,
     f,
     f_bias,
@@ -61,13 +73,14 @@ def streams_bwd_kernel(
     dres,
     T,
     C: tl.constexpr,
-    P,
+    P: tl.constexpr,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
-    MMA_WARPS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PIECE: tl.constexpr,
+    FOLD: tl.constexpr,
+    IN_THREAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
@@ -77,109 +90,138 @@ def streams_bwd_kernel(
         weights = load_per_token(read_weights, t, live, N)
         if norm_weight is not None:
             share = load_float(norm_share, t, live)[:, None]
-    if phi is not None:
+    if phi_parts is not None:
         k = load_float(k_share, t, live)[:, None]
-        dz_blocks = _load_dz(dz, t, live, P, ROW_BLOCKS, ROWS, dx.dtype.element_ty == tl.bfloat16)
+        if k_more is not None:
+            k += load_float(k_more, t, live)[:, None]
+        dz_blocks = _load_dz(dz_parts, T, P, ROW_BLOCKS, ROWS, BLOCK_T)
     if f is not None:
         post_columns = load_per_token(post, t, live, N)
         res_columns = () if res is None else load_per_token(res, t, live, N * N)
         sums = ()
         for _ in tl.static_range(N if res is None else N * (N + 1)):
-            sums = sums + (folded_zeros(BLOCK_T, BLOCK_C, MMA_WARPS),)
+            sums = sums + (folded_zeros(BLOCK_T, PIECE, FOLD),)
     if WIDTH == 0:
         begin, end = 0, C
     else:
         begin = tl.program_id(1) * WIDTH
         end = tl.minimum(begin + WIDTH, C)
     for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
-        c = start + tl.arange(0, BLOCK_C)
-        here = channels_exist(c, C, BLOCK_C)
-        tile = live[:, None] & here[None, :]
-        at = t[:, None] * (N * C) + c[None, :]
-        if x is not None:
-            streams = load_streams(x, at, tile, C, N)
-        if f is not None:
-            f_tile = load_float(f, t[:, None] * C + c[None, :], tile)
-            if f_bias is not None:
-                f_tile += load_float(f_bias, c, here)[None, :]
-        if phi is not None or norm_weight is not None:
-            y = streams if f is None else _rounded_writes(streams, f_tile, post_columns, res_columns, x, N)
-        if dx_in is not None:
-            d = load_float(dx_in, t[:, None] * C + c[None, :], tile)
-            if norm_weight is not None:
-                d = load_float(norm_weight, c, here)[None, :] * d - share * collapse(weights, y, N)
-        next_sums = ()
-        dx_tiles = ()
-        if f is not None:
-            df_tile = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-        for o in tl.static_range(N):
-            G = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-            if phi is not None:
-                G = _dot_phi(dz_blocks, phi, phi_weight, o * C + c, here, N * C, P, ROW_BLOCKS, ROWS, G, PRECISION)
-                G += k * y[o]
-            if g is not None:
-                G += load_float(g, at + o * C, tile)
+        c_tile = start + tl.arange(0, BLOCK_C)
+        loaded = live[:, None] & channels_exist(c_tile, C, BLOCK_C)[None, :]
+        wide_at = t[:, None] * (N * C) + c_tile[None, :]
+        narrow_at = t[:, None] * C + c_tile[None, :]
+        x_pieces = () if x is None else _load_pieces(x, wide_at, loaded, C, N, PIECE)
+        g_pieces = () if g is None else _load_pieces(g, wide_at, loaded, C, N, PIECE)
+        f_pieces = () if f is None else pieces(tl.load(f + narrow_at, mask=loaded, other=0.0), PIECE)
+        d_pieces = () if dx_in is None else pieces(tl.load(dx_in + narrow_at, mask=loaded, other=0.0), PIECE)
+        for piece in tl.static_range(BLOCK_C // PIECE):
+            c = start + piece * PIECE + tl.arange(0, PIECE)
+            here = channels_exist(c, C, BLOCK_C)
+            tile = live[:, None] & here[None, :]
+            at = t[:, None] * (N * C) + c[None, :]
+            if x is not None:
+                streams = _as_float(x_pieces, piece, N)
+            if f is not None:
+                f_tile = f_pieces[piece].to(tl.float32)
+                if f_bias is not None:
+                    f_tile += load_float(f_bias, c, here)[None, :]
+            if phi_parts is not None or norm_weight is not None:
+                y = streams if f is None else _rounded_writes(streams, f_tile, post_columns, res_columns, x, N)
             if dx_in is not None:
-                G += weights[o] * d
-            if f is None:
-                store_as(dx, at + o * C, G, tile)
-            else:
-                df_tile += post_columns[o] * G
-                next_sums = next_sums + (sums[len(next_sums)] + fold(G, f_tile, BLOCK_T, BLOCK_C, MMA_WARPS),)
-                if res is None:
+                d = d_pieces[piece].to(tl.float32)
+                if norm_weight is not None:
+                    d = load_float(norm_weight, c, here)[None, :] * d - share * collapse(weights, y, N)
+            next_sums = ()
+            dx_tiles = ()
+            if f is not None:
+                df_tile = tl.zeros((BLOCK_T, PIECE), tl.float32)
+            for o in tl.static_range(N):
+                if phi_parts is not None:
+                    G = _dot_phi(dz_blocks, phi_parts, o, start + piece * PIECE, C, N, ROWS, PIECE, FOLD)
+                    G += k * y[o]
+                else:
+                    G = tl.zeros((BLOCK_T, PIECE), tl.float32)
+                if g is not None:
+                    G += g_pieces[o][piece].to(tl.float32)
+                if dx_in is not None:
+                    G += weights[o] * d
+                if f is None:
                     store_as(dx, at + o * C, G, tile)
                 else:
+                    df_tile += post_columns[o] * G
+                    next_sums = next_sums + (sums[len(next_sums)] + fold(G, f_tile, FOLD, IN_THREAD),)
+                    if res is None:
+                        store_as(dx, at + o * C, G, tile)
+                    else:
+                        for i in tl.static_range(N):
+                            next_sums = next_sums + (sums[len(next_sums)] + fold(G, streams[i], FOLD, IN_THREAD),)
+                        dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
+            if f is not None:
+                sums = next_sums
+                store_as(df, t[:, None] * C + c[None, :], df_tile, tile)
+                if df_bias is not None:
+                    summed = tl.sum(tl.where(tile, df_tile, 0.0), 0)
+                    store_as(df_bias, tl.program_id(0).to(tl.int64) * C + c, summed, here)
+                if res is not None:
                     for i in tl.static_range(N):
-                        next_sums = next_sums + (
-                            sums[len(next_sums)] + fold(G, streams[i], BLOCK_T, BLOCK_C, MMA_WARPS),
-                        )
-                    dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
-        if f is not None:
-            sums = next_sums
-            store_as(df, t[:, None] * C + c[None, :], df_tile, tile)
-            if df_bias is not None:
-                store_as(df_bias, tl.program_id(0).to(tl.int64) * C + c, tl.sum(tl.where(tile, df_tile, 0.0), 0), here)
-            if res is not None:
-                for i in tl.static_range(N):
-                    store_as(dx, at + i * C, dx_tiles[i], tile)
+                        store_as(dx, at + i * C, dx_tiles[i], tile)
     if f is not None:
         STEP: tl.constexpr = 1 if res is None else N + 1
         for o in tl.static_range(N):
-            store_as(dpost, t * N + o, unfold_sum(sums[o * STEP], MMA_WARPS), live)
+            store_as(dpost, t * N + o, tl.sum(sums[o * STEP], 1), live)
             if res is not None:
                 for i in tl.static_range(N):
-                    store_as(dres, (t * N + o) * N + i, unfold_sum(sums[o * STEP + 1 + i], MMA_WARPS), live)
+                    store_as(dres, (t * N + o) * N + i, tl.sum(sums[o * STEP + 1 + i], 1), live)
 
 
 @triton.jit
-def _load_dz(dz, t, live, P, ROW_BLOCKS: tl.constexpr, ROWS: tl.constexpr, IN_PARTS: tl.constexpr):
-    """dz in blocks of rows, each in parts beside bfloat16 activations: products of parts take fewer registers."""
+def _load_pieces(x, offsets, mask, C: tl.constexpr, N: tl.constexpr, PIECE: tl.constexpr):
+    """Tiles of N streams as they are stored, each in pieces: loads are wide, and registers hold a piece at a time."""
+    streams = ()
+    for i in tl.static_range(N):
+        streams = streams + (pieces(tl.load(x + offsets + i * C, mask=mask, other=0.0), PIECE),)
+    return streams
+
+
+@triton.jit
+def _as_float(streams, piece: tl.constexpr, N: tl.constexpr):
+    tiles = ()
+    for i in tl.static_range(N):
+        tiles = tiles + (streams[i][piece].to(tl.float32),)
+    return tiles
+
+
+@triton.jit
+def _load_dz(dz_parts, T, P: tl.constexpr, ROW_BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Per block of rows [2 tokens, 2 ROWS]: high and low parts of dz as rows, once for each part of phi."""
+    r = tl.arange(0, 2 * BLOCK_T)
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + r // 16 * 8 + r % 8
+    low = (r // 8) % 2 == 1
+    k = tl.arange(0, 2 * ROWS) % ROWS
     blocks = ()
     for block in tl.static_range(ROW_BLOCKS):
-        p = block * ROWS + tl.arange(0, ROWS)
-        rows = load_float(dz, t[:, None] * P + p[None, :], live[:, None] & (p < P)[None, :])
-        blocks = blocks + ((bfloat16_parts(rows) if IN_PARTS else (rows,)),)
+        p = block * ROWS + k
+        column = tl.where(low[:, None], part_column(p, 1)[None, :], part_column(p, 0)[None, :])
+        offsets = t[:, None] * (2 * ROWS * ROW_BLOCKS) + column
+        blocks = blocks + (tl.load(dz_parts + offsets, mask=(t < T)[:, None] & (p < P)[None, :], other=0.0),)
     return blocks
 
 
 @triton.jit
 def _dot_phi(
-    dz_blocks, phi, phi_weight, k, here, K, P, ROW_BLOCKS: tl.constexpr, ROWS: tl.constexpr, G, PRECISION: tl.constexpr
-):
-    """G + dz phi for the columns k of phi."""
-    for block in tl.static_range(ROW_BLOCKS):
-        p = block * ROWS + tl.arange(0, ROWS)
-        rows = load_float(phi, p[:, None].to(tl.int64) * K + k[None, :], (p < P)[:, None] & here[None, :])
-        if phi_weight is not None:
-            rows *= load_float(phi_weight, k, here)[None, :]
-        if len(dz_blocks[block]) == 1:
-            G = tl.dot(dz_blocks[block][0], rows, G, input_precision=PRECISION)
-        else:
-            parts = bfloat16_parts(rows)
-            for i in tl.static_range(3):
-                for j in tl.static_range(3 - i):
-                    G = tl.dot(dz_blocks[block][i], parts[j], G)
-    return G
+    dz_blocks, phi_parts, o: tl.constexpr, start, C: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    PIECE: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """dz phi for one stream and PIECE channels from start, exact to the 16 bits of the parts."""
+    BLOCKS: tl.constexpr = (C + PIECE - 1) // PIECE
+    k = tl.arange(0, 2 * ROWS)[:, None]
+    total = tl.zeros((dz_blocks[0].shape[0], PIECE), tl.float32)
+    for block in tl.static_range(len(dz_blocks)):
+        at = start // PIECE
+        offsets = (((block * N + o) * BLOCKS + at) * (2 * ROWS) + k) * PIECE + tl.arange(0, PIECE)[None, :]
+        total = tl.dot(dz_blocks[block], tl.load(phi_parts + offsets, mask=at < BLOCKS, other=0.0), total)
+    return unpack_columns(sum_parts(total), FOLD)
 
 
 @triton.jit
@@ -210,12 +252,13 @@ class CollapseGradient(NamedTuple):
 
 
 class ProjectionGradient(NamedTuple):
-    """The part of G that comes through the coefficients: dz, k, phi and the weight over its columns."""
+    """The part of G that comes through the coefficients: dz, k (the sum of up to two shares) and phi, packed."""
 
-    dz: Tensor | None = None
+    dz_parts: Tensor | None = None
     k: Tensor | None = None
-    phi: Tensor | None = None
-    norm_weight: Tensor | None = None
+    k_more: Tensor | None = None
+    phi_parts: Tensor | None = None
+    rows: int = 0
 
 
 class Write(NamedTuple):
@@ -230,8 +273,8 @@ class Write(NamedTuple):
 def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, projection: ProjectionGradient) -> Tensor:
     """dx = G"""
     dx = empty(x, *x.shape)
-    y = x if projection.phi is not None or collapse.norm_weight is not None else None
-    launch = streams_bwd_launch(x.shape[-2], x.shape[-1], dots=projection.phi is not None)
+    y = x if projection.phi_parts is not None or collapse.norm_weight is not None else None
+    launch = streams_bwd_launch(x.shape[-2], x.shape[-1], dots=projection.phi_parts is not None)
     _launch(x, g, collapse, projection, (y, None, None, None, None), (dx, None, None, None, None), launch)
     return dx
 
@@ -242,7 +285,7 @@ def write_streams_bwd(
     """dx, df, partial sums of df over tokens if there is a bias, dpost, dres."""
     f, f_bias, post, res = write
     T, N, C = tokens_of(x)
-    launch = streams_bwd_launch(N, C, dots=projection.phi is not None, sums_df=f_bias is not None)
+    launch = streams_bwd_launch(N, C, dots=projection.phi_parts is not None, sums_df=f_bias is not None)
     gradients = (
         empty(x, *x.shape),
         empty(f, *f.shape),
@@ -264,13 +307,13 @@ def _launch(
     launch: Launch,
 ) -> None:
     T, N, C = tokens_of(like)
-    P = 0 if projection.phi is None else projection.phi.shape[0]
-    rows = min(rows_per_block(P), 64)
+    *tensors, rows = projection
+    dots = projection.phi_parts is not None
     # A write-back sums over all channels of a token; a read alone can share them out.
     writes = streams[1] is not None
     width = 0 if writes else max(launch.block_c, min(512, triton.next_power_of_2(C)))
     streams_bwd_kernel[(triton.cdiv(T, launch.block_t), triton.cdiv(C, width) if width else 1)](
-        g, *collapse, *projection, *streams, *gradients, T, C, P,
-        N=N, WIDTH=width, ROW_BLOCKS=triton.cdiv(P, rows), ROWS=rows,
-        MMA_WARPS=min(launch.num_warps, launch.block_c // 8) if P else 0, PRECISION=PRECISION, **launch.meta(),
+        g, *collapse, *tensors, *streams, *gradients, T, C, rows,
+        N=N, WIDTH=width, ROW_BLOCKS=row_blocks(rows), ROWS=ROWS, PIECE=PHI_BLOCK if dots else launch.block_c,
+        FOLD=channels_per_thread(launch) if dots else 8, IN_THREAD=dots or loads_are_wide(like), **launch.meta(),
     )  # fmt: skip

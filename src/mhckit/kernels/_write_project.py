@@ -4,7 +4,7 @@
     partial[s,t,p] = sum_{k in slice s} y[t,k] phi[p,k] w[k]                 square[s,t] = sum_{k in slice s} y[t,k]^2
 
 Either half can be left out: without f nothing is written and x itself is projected; without phi it is `post`. Slices
-are PROJECTION_WIDTH channels of all streams; `_read` adds them up, in order. Reads x and f, writes y: 18C bytes per
+are up to PROJECTION_WIDTH channels of all streams; `_read` adds them up, in order. Reads x and f, writes y: 18C bytes per
 token for 4 streams of 2-byte activations.
 """
 
@@ -19,16 +19,28 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import (
+    bfloat16_parts,
     channels_exist,
-    dot_activation,
+    fold,
     load_float,
     load_per_token,
     load_streams,
     store_as,
+    sum_parts,
     tokens_of_program,
     write_stream,
 )
-from ._launch import FLOAT, PRECISION, PROJECTION_WIDTH, rows_per_block, tokens_of, write_launch, write_project_launch
+from ._launch import (
+    FLOAT,
+    PRECISION,
+    ROWS,
+    loads_are_wide,
+    projection_width,
+    row_blocks,
+    tokens_of,
+    write_launch,
+    write_project_launch,
+)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -45,10 +57,12 @@ def write_project_kernel(
     squares,
     T,
     C: tl.constexpr,
-    P,
+    P: tl.constexpr,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    ROW_BLOCKS: tl.constexpr,
+    IN_THREAD: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -56,14 +70,15 @@ def write_project_kernel(
 ):
     t, live = tokens_of_program(T, BLOCK_T)
     split = tl.program_id(1)
-    first_rows = tl.program_id(2) == 0
-    rows = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     if f is not None:
         post_columns = load_per_token(post, t, live, N)
         res_columns = () if res is None else load_per_token(res, t, live, N * N)
     if phi is not None:
-        z = tl.zeros((BLOCK_T, ROWS), tl.float32)
-        square = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+        IN_PARTS: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+        square = tl.zeros((BLOCK_T, BLOCK_C // 8), tl.float32)
+        z = ()
+        for _ in tl.static_range(ROW_BLOCKS):
+            z = z + (tl.zeros((2 * ROWS if IN_PARTS else ROWS, BLOCK_T), tl.float32),)
     end = tl.minimum((split + 1) * WIDTH, C)  # WIDTH is a multiple of BLOCK_C
     for start in tl.range(split * WIDTH, end, BLOCK_C, num_stages=STAGES):
         c = start + tl.arange(0, BLOCK_C)
@@ -78,23 +93,49 @@ def write_project_kernel(
         for o in tl.static_range(N):
             if f is not None:
                 y_tile = write_stream(o, streams, f_tile, post_columns, res_columns, N).to(y.dtype.element_ty)
-                tl.store(y + at + o * C, y_tile, mask=tile & first_rows)
+                tl.store(y + at + o * C, y_tile, mask=tile)
             else:
                 y_tile = tl.load(x + at + o * C, mask=tile, other=0.0)
             if phi is not None:
-                k = o * C + c
-                columns = load_float(
-                    phi, rows[None, :].to(tl.int64) * (N * C) + k[:, None], (rows < P)[None, :] & here[:, None]
-                )
-                if norm_weight is not None:
-                    columns *= load_float(norm_weight, k, here)[:, None]
-                z = dot_activation(y_tile, columns, z, PRECISION)
-                wide = tl.where(tile, y_tile.to(tl.float32), 0.0)
-                square += wide * wide
+                z = _add_projection(z, y_tile, phi, norm_weight, o * C + c, here, N * C, P, ROWS, PRECISION)
+                wide = y_tile.to(tl.float32)
+                square += fold(wide, wide, 8, IN_THREAD)
     if phi is not None:
         slot = tl.cast(split, tl.int64) * T + t
-        store_as(partials, slot[:, None] * P + rows[None, :], z, live[:, None] & (rows < P)[None, :])
-        store_as(squares, slot, tl.sum(square, 1), live & first_rows)
+        for block in tl.static_range(ROW_BLOCKS):
+            rows = block * ROWS + tl.arange(0, ROWS)
+            columns = sum_parts(z[block]) if IN_PARTS else z[block]
+            store_as(partials, slot[None, :] * P + rows[:, None], columns, live[None, :] & (rows < P)[:, None])
+        store_as(squares, slot, tl.sum(square, 1), live)
+
+
+@triton.jit
+def _add_projection(z, y_tile, phi, norm_weight, k, here, K, P: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+    """z + phi[:, k] y^T for each block of rows; phi in parts beside bfloat16, whose products are exact.
+
+    float16 lacks the range for such parts, so it goes the way of float32: tf32x3 (or ieee where that is missing).
+    """
+    sums = ()
+    for block in tl.static_range(len(z)):
+        p = block * ROWS + tl.arange(0, ROWS)
+        rows = load_float(phi, p[:, None].to(tl.int64) * K + k[None, :], (p < P)[:, None] & here[None, :])
+        if norm_weight is not None:
+            rows *= load_float(norm_weight, k, here)[None, :]
+        if y_tile.dtype == tl.bfloat16:
+            sums = sums + (tl.dot(_stacked_parts(rows), tl.trans(y_tile), z[block]),)
+        else:
+            sums = sums + (tl.dot(rows, tl.trans(y_tile.to(tl.float32)), z[block], input_precision=PRECISION),)
+    return sums
+
+
+@triton.jit
+def _stacked_parts(rows):
+    """[2 ROWS, channels]: high and low parts, in the order of `part_column`."""
+    ROWS: tl.constexpr = rows.shape[0]
+    COLUMNS: tl.constexpr = rows.shape[1]
+    high, low = bfloat16_parts(rows)
+    stacked = tl.permute(tl.reshape(tl.join(high, low), (ROWS // 8, 8, COLUMNS, 2)), (0, 3, 1, 2))
+    return tl.reshape(stacked, (2 * ROWS, COLUMNS))
 
 
 class Projection(NamedTuple):
@@ -109,10 +150,10 @@ def write(x: Tensor, f: Tensor, f_bias: Tensor | None, post: Tensor, res: Tensor
     T, N, C = tokens_of(x)
     y = empty(x, *x.shape)
     launch = write_launch(C)
-    grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, launch.block_c), 1)
+    grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, launch.block_c))
     write_project_kernel[grid](
         x, f, f_bias, post, res, None, None, y, None, None, T, C, 0,
-        N=N, WIDTH=launch.block_c, ROWS=1, PRECISION=PRECISION, **launch.meta(),
+        N=N, WIDTH=launch.block_c, ROWS=ROWS, ROW_BLOCKS=0, IN_THREAD=False, PRECISION=PRECISION, **launch.meta(),
     )  # fmt: skip
     return y
 
@@ -145,13 +186,12 @@ def _project(
     y: Tensor | None,
 ) -> Projection:
     T, N, C = tokens_of(x)
-    P = phi.shape[0]
-    splits, rows = triton.cdiv(C, PROJECTION_WIDTH), rows_per_block(P)
+    P, width, launch = phi.shape[0], projection_width(C), write_project_launch(N)
+    splits = triton.cdiv(C, width)
     partials = Projection(empty(phi, splits, T, P, dtype=FLOAT), empty(phi, splits, T, dtype=FLOAT))
-    launch = write_project_launch(N, rows)
-    grid = (triton.cdiv(T, launch.block_t), splits, triton.cdiv(P, rows))
-    write_project_kernel[grid](
+    write_project_kernel[(triton.cdiv(T, launch.block_t), splits)](
         x, f, f_bias, post, res, phi, norm_weight, y, *partials, T, C, P,
-        N=N, WIDTH=PROJECTION_WIDTH, ROWS=rows, PRECISION=PRECISION, **launch.meta(),
+        N=N, WIDTH=width, ROWS=ROWS, ROW_BLOCKS=row_blocks(P), IN_THREAD=loads_are_wide(x), PRECISION=PRECISION,
+        **launch.meta(),
     )  # fmt: skip
     return partials

@@ -9,9 +9,9 @@ from torch import Tensor
 from mhckit.ops._register import empty, pack
 from mhckit.recipe import Recipe
 
-from ._launch import FLOAT, read_bwd_launch
+from ._launch import FLOAT
 from ._math import math_of
-from ._parameters_bwd import scale_and_bias
+from ._parameters_bwd import PhiSums, finish
 from ._read import read
 from ._read_bwd import read_bwd
 from ._write_project import Projection
@@ -44,11 +44,10 @@ def activate_bwd(
     spec = math_of(recipe, residual="logits")
     tokens = 1 if z is None else math.prod(z.shape[:-1])
     dz = None if z is None else empty(z, *z.shape)
-    dmean_square = None if mean_square is None else empty(mean_square, *mean_square.shape)
-    programs = -(-tokens // read_bwd_launch(spec.streams, 1).block_t)
-    sums = empty(bias, programs, 2, spec.rows, dtype=FLOAT)
-    read_bwd(
-        None, None, dpre, dpost, dres if spec.logits else None, z, mean_square, scale, bias, spec,
-        tokens=tokens, dz=dz, dmean_square=dmean_square, sums=sums,
+    gradients = read_bwd(
+        None, None, (dpre, dpost, dres if spec.logits else None), z, mean_square, scale, bias, spec,
+        like=bias, tokens=tokens, dz=dz,
     )  # fmt: skip
-    return pack((dz, dmean_square, *scale_and_bias(sums, scale, bias, spec)), otherwise=bias)
+    dmean_square = None if gradients.k is None else gradients.k.view(mean_square.shape)
+    done = finish(PhiSums(), gradients.sums, None, streams=spec.streams, channels=1, math=spec, scale=scale, bias=bias)
+    return pack((dz, dmean_square, done.scale, done.bias), otherwise=bias)

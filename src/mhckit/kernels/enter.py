@@ -11,7 +11,7 @@ from mhckit.ops.coefficients import Parameters
 from mhckit.recipe import Recipe
 
 from ._math import math_of
-from ._read_half import read_half_bwd, read_half_fwd
+from ._read_half import parameter_gradients, read_half_bwd, read_half_fwd
 from ._streams_bwd import read_streams_bwd
 from ._write_project import project_partials
 
@@ -54,10 +54,9 @@ def enter_bwd(
     need_out_norm: bool,
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
-    read = read_half_bwd(
-        dx_in, (dpre, dpost, dres), x, Parameters(phi, scale, bias, norm_weight),
-        "first" if recipe.shifted else "pre",
-        out_norm_weight, z, mean_square, u, need_phi, need_out_norm, math_of(recipe),
-    )  # fmt: skip
+    math, parameters = math_of(recipe), Parameters(phi, scale, bias, norm_weight)
+    weights = "first" if recipe.shifted else "pre"
+    read = read_half_bwd(dx_in, (dpre, dpost, dres), x, parameters, weights, out_norm_weight, z, mean_square, u, math)
     dx = read_streams_bwd(x, g, read.collapse, read.projection)
-    return pack((dx, *read.parameters, read.out_norm_weight), otherwise=x)
+    done = parameter_gradients(read, x, parameters, out_norm_weight, need_phi, need_out_norm, math)
+    return pack((dx, done.phi, done.scale, done.bias, done.norm_weight, done.out_norm_weight), otherwise=x)

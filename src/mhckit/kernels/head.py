@@ -14,7 +14,7 @@ from mhckit.recipe import Recipe
 from ._launch import FLOAT, tokens_of
 from ._math import math_of_head, math_of_streams
 from ._read import read
-from ._read_half import read_half_bwd
+from ._read_half import parameter_gradients, read_half_bwd
 from ._streams_bwd import read_streams_bwd
 from ._write_project import project_partials
 from .expand import broadcast
@@ -67,10 +67,8 @@ def head_bwd(
             dx, dpre, _ = pre_bwd(dh, x, pre, None, None, False)
             gradients = (dx, None, None, None, dpre)
         return pack(gradients, otherwise=x)
-    read_gradients = read_half_bwd(
-        dh, (None, None, None), x, Parameters(fn, scale, base, None), "pre",
-        None, z, mean_square, None, need_fn, False, math_of_head(recipe),
-    )  # fmt: skip
+    math, parameters = math_of_head(recipe), Parameters(fn, scale, base, None)
+    read_gradients = read_half_bwd(dh, (None, None, None), x, parameters, "pre", None, z, mean_square, None, math)
     dx = read_streams_bwd(x, None, read_gradients.collapse, read_gradients.projection)
-    dfn, dscale, dbase, _ = read_gradients.parameters
-    return pack((dx, dfn, dscale, dbase, None), otherwise=x)
+    done = parameter_gradients(read_gradients, x, parameters, None, need_fn, False, math)
+    return pack((dx, done.phi, done.scale, done.bias, None), otherwise=x)

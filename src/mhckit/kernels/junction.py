@@ -1,4 +1,4 @@
-"""Kernels of `junction`: F1, F2; B, J, P."""
+"""Kernels of `junction`: F1, F2; then phi is packed, B, J, P and the sums that end it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from mhckit.ops.coefficients import Parameters
 from mhckit.recipe import Recipe
 
 from ._math import math_of
-from ._parameters_bwd import sum_rows
-from ._read_half import read_half_bwd, read_half_fwd
+from ._read_half import parameter_gradients, read_half_bwd, read_half_fwd
 from ._streams_bwd import Write, write_streams_bwd
 from ._write_project import write, write_project
 
@@ -69,14 +68,14 @@ def junction_bwd(
     need_out_norm: bool,
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
-    read = read_half_bwd(
-        dx_in, (dpre, dpost, dres), y, Parameters(phi, scale, bias, norm_weight),
-        "pre" if shifted_pre is None else shifted_pre,
-        out_norm_weight, z, mean_square, u, need_phi, need_out_norm, math_of(recipe),
-    )  # fmt: skip
+    math, parameters = math_of(recipe), Parameters(phi, scale, bias, norm_weight)
+    weights = "pre" if shifted_pre is None else shifted_pre
+    read = read_half_bwd(dx_in, (dpre, dpost, dres), y, parameters, weights, out_norm_weight, z, mean_square, u, math)
     dx, df, df_sums, dpost_in, dres_in = write_streams_bwd(
         x, g, read.collapse, read.projection, Write(f, f_bias, post, res)
     )
-    df_bias = None if f_bias is None or df_sums is None else sum_rows(df_sums, like=f_bias)
-    write_gradients = (dx, df, df_bias, read.weights, dpost_in, dres_in)
-    return pack((*write_gradients, *read.parameters, read.out_norm_weight), otherwise=x)
+    done = parameter_gradients(
+        read, y, parameters, out_norm_weight, need_phi, need_out_norm, math, df_sums=df_sums, f_bias=f_bias
+    )
+    written = (dx, df, done.f_bias, read.weights, dpost_in, dres_in)
+    return pack((*written, done.phi, done.scale, done.bias, done.norm_weight, done.out_norm_weight), otherwise=x)

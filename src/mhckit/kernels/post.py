@@ -6,7 +6,8 @@ from torch import Tensor
 
 from mhckit.ops._register import pack
 
-from ._parameters_bwd import sum_rows
+from ._launch import tokens_of
+from ._parameters_bwd import PhiSums, finish
 from ._streams_bwd import CollapseGradient, ProjectionGradient, Write, write_streams_bwd
 from ._write_project import write
 
@@ -21,5 +22,8 @@ def post_bwd(
     dx, df, df_sums, dpost, dres = write_streams_bwd(
         x, g, CollapseGradient(), ProjectionGradient(), Write(f, f_bias, post, res)
     )
-    df_bias = None if f_bias is None or df_sums is None else sum_rows(df_sums, like=f_bias)
+    _T, N, C = tokens_of(x)
+    df_bias = None
+    if f_bias is not None:
+        df_bias = finish(PhiSums(), None, df_sums, streams=N, channels=C, f_bias=f_bias).f_bias
     return pack((dx, df, df_bias, dpost, dres), otherwise=x)

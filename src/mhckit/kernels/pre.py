@@ -9,7 +9,7 @@ from mhckit.ops._register import empty, pack
 
 from ._launch import FLOAT, tokens_of
 from ._math import math_of_streams
-from ._parameters_bwd import phi_gradients
+from ._parameters_bwd import chunk_sums, finish
 from ._read import read
 from ._read_bwd import read_bwd
 from ._read_half import read_weights_of_backward
@@ -37,13 +37,14 @@ def pre_bwd(
     norm_share = None if norm_weight is None else empty(x, *lead, dtype=FLOAT)
     dpre = empty(pre, *pre.shape)
     read_bwd(
-        x, dx_in, None, None, None, None, None, None, None, math_of_streams(N),
-        tokens=T, channels=C, weights=pre, norm_weight=norm_weight, u=u, norm_share=norm_share, dweights=dpre,
+        x, dx_in, (None, None, None), None, None, None, None, math_of_streams(N),
+        like=x, tokens=T, channels=C, weights=pre, norm_weight=norm_weight, u=u, norm_share=norm_share, dweights=dpre,
         read_weights=None if read_weights is pre else read_weights,
     )  # fmt: skip
     collapse = CollapseGradient(dx_in, read_weights, norm_weight, norm_share)
     dx = read_streams_bwd(x, None, collapse, ProjectionGradient())
     dnorm_weight = None
     if norm_weight is not None and need_norm_weight:
-        _, _, dnorm_weight = phi_gradients(x, None, None, None, out_norm=(norm_weight, dx_in, read_weights))
+        sums = chunk_sums(x, None, 0, norm=(dx_in, read_weights))
+        dnorm_weight = finish(sums, None, None, streams=N, channels=C, out_norm_weight=norm_weight).out_norm_weight
     return pack((dx, dpre, dnorm_weight), otherwise=x)

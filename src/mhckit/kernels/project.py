@@ -10,8 +10,10 @@ from mhckit.ops._register import empty, pack
 
 from ._device import load_float, store_as, tokens_of_program
 from ._launch import FLOAT, tokens_of
-from ._parameters_bwd import phi_gradients
-from ._streams_bwd import CollapseGradient, ProjectionGradient, read_streams_bwd
+from ._pack import pack_dz
+from ._parameters_bwd import chunk_sums, finish
+from ._read_half import project_gradient
+from ._streams_bwd import CollapseGradient, read_streams_bwd
 from ._write_project import project_partials
 
 
@@ -47,6 +49,10 @@ def project_bwd(
     lead, (_T, N, C) = x.shape[:-2], tokens_of(x)
     dz = x.new_zeros(*lead, phi.shape[0], dtype=FLOAT) if dz is None else dz
     k = x.new_zeros(lead, dtype=FLOAT) if dms is None else dms * (2 / (N * C))
-    dx = read_streams_bwd(x, None, CollapseGradient(), ProjectionGradient(dz, k, phi, norm_weight))
-    dphi, dnorm_weight, _ = phi_gradients(x, dz, phi, norm_weight) if need_phi else (None, None, None)
-    return pack((dx, dphi, dnorm_weight), otherwise=x)
+    projection = project_gradient(pack_dz(dz, x), k, None, phi, norm_weight, x)
+    dx = read_streams_bwd(x, None, CollapseGradient(), projection)
+    if not need_phi:
+        return pack((dx, None, None), otherwise=x)
+    sums = chunk_sums(x, projection.dz_parts, projection.rows)
+    done = finish(sums, None, None, streams=N, channels=C, phi=phi, norm_weight=norm_weight)
+    return pack((dx, done.phi, done.norm_weight), otherwise=x)

@@ -1,0 +1,72 @@
+"""Float32 operands of the backward's dots, packed once per call as bfloat16 high and low parts.
+
+    phi_parts[block, o, c // 32, k, packed_column(c % 32)]      k: the high parts of 32 rows of phi w, then their low parts
+    dz_parts[t, part_column(p)]                                 where dz does not come from `_read_bwd`, which packs it
+
+Two parts keep 16 bits of mantissa, and tensor cores multiply bfloat16 exactly. Channels beyond C and rows beyond P are 0.
+Packing anew in every backward costs a few microseconds and can never be stale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mhckit.ops._register import empty
+
+from ._device import bfloat16_parts, load_float, packed_column, part_column
+from ._launch import BFLOAT, PHI_BLOCK, ROWS, row_blocks, tokens_of
+
+
+@triton.jit
+def pack_phi_kernel(
+    phi, norm_weight, phi_parts, C: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of 32 channels of one stream, for all rows."""
+    at, stream, row_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    p = row_block * ROWS + tl.arange(0, ROWS)
+    c = at * BLOCK + tl.arange(0, BLOCK)
+    here = (p < P)[:, None] & (c < C)[None, :]
+    value = load_float(phi, p[:, None] * (tl.num_programs(1) * C) + stream * C + c[None, :], here)
+    if norm_weight is not None:
+        value *= load_float(norm_weight, stream * C + c, c < C)[None, :]
+    high, low = bfloat16_parts(value)
+    block = (row_block * tl.num_programs(1) + stream) * tl.num_programs(0) + at
+    column = packed_column(tl.arange(0, BLOCK), CHANNELS)[None, :]
+    offsets = (block * 2 * ROWS + tl.arange(0, ROWS)[:, None]) * BLOCK + column
+    tl.store(phi_parts + offsets, high)
+    tl.store(phi_parts + offsets + ROWS * BLOCK, low)
+
+
+@triton.jit(do_not_specialize=["T"])
+def pack_dz_kernel(dz, dz_parts, T, P: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    p = tl.arange(0, PADDED)
+    here = (t < T)[:, None] & (p < P)[None, :]
+    high, low = bfloat16_parts(load_float(dz, t[:, None] * P + p[None, :], here))
+    tl.store(dz_parts + t[:, None] * WIDTH + part_column(p, 0)[None, :], high, mask=here)
+    tl.store(dz_parts + t[:, None] * WIDTH + part_column(p, 1)[None, :], low, mask=here)
+
+
+def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int, channels_per_thread: int) -> Tensor:
+    P, C = phi.shape[0], phi.shape[1] // streams
+    grid = (triton.cdiv(C, PHI_BLOCK), streams, row_blocks(P))
+    phi_parts = empty(phi, grid[2], streams, grid[0], 2 * ROWS, PHI_BLOCK, dtype=BFLOAT)
+    pack_phi_kernel[grid](
+        phi, norm_weight, phi_parts, C, P, ROWS=ROWS, CHANNELS=channels_per_thread, BLOCK=PHI_BLOCK, num_warps=4
+    )
+    return phi_parts
+
+
+def empty_dz_parts(like: Tensor, tokens: int, rows: int) -> Tensor:
+    return empty(like, tokens, 2 * ROWS * row_blocks(rows), dtype=BFLOAT)
+
+
+def pack_dz(dz: Tensor, x: Tensor) -> Tensor:
+    T, P = tokens_of(x)[0], dz.shape[-1]
+    dz_parts = empty_dz_parts(x, T, P)
+    width = dz_parts.shape[1]
+    pack_dz_kernel[(triton.cdiv(T, 32),)](dz, dz_parts, T, P, PADDED=triton.next_power_of_2(P), WIDTH=width, BLOCK_T=32)
+    return dz_parts
