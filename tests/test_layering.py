@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"ops", "recipe"},
     "modules": {"ops", "recipe"},
     "testing": {"", "recipe"},
-    "bench": {"", "recipe", "testing"},
+    "bench": {"", "kernels", "recipe", "testing"},
     "cli": {"bench"},
     "__main__": {"cli"},
     "": {"modules", "ops", "recipe"},

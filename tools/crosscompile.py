@@ -38,7 +38,7 @@ from triton.runtime.jit import JITFunction
 
 import mhckit
 from mhckit import Recipe
-from mhckit.kernels import _runtime
+from mhckit.kernels import _launcher, _runtime
 from mhckit.testing import OPERATORS, make_call
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -103,17 +103,17 @@ def record(run: Any) -> list[Launch]:
     """The launches that run() would make, each once."""
     launches: dict[Launch, None] = {}
 
-    def remember(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        bound = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        launches[_launch(self, bound)] = None
+    def remember(kernel: JITFunction, grid: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        bound = dict(zip(kernel.arg_names, args, strict=False)) | constants
+        launches[_launch(kernel, bound)] = None
 
-    saved = JITFunction.run, _runtime.check
-    JITFunction.run, _runtime.check = remember, lambda device: None
+    saved = _launcher.observer, _runtime.check
+    _launcher.observer, _runtime.check = remember, lambda device: None
     try:
         with mhckit.backend("triton"):
             run()
     finally:
-        JITFunction.run, _runtime.check = saved
+        _launcher.observer, _runtime.check = saved
     return list(launches)
 
 

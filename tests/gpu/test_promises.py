@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from triton.runtime.jit import JITFunction
 
 import mhckit
 from mhckit import HyperConnection, HyperHead, Streams
+from mhckit.kernels import _launcher
 from mhckit.testing import OPERATORS, make_call
 
 RECIPES = every_recipe()
@@ -196,23 +198,24 @@ def test_compiled_network() -> None:
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_the_module_path_says_what_it_runs() -> None:
+def test_the_module_path_says_what_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, 4, 8, device="cuda")
     assert mhckit.explain(x) == "Triton kernels: backend is 'auto' and x is float32 on cuda:0"
     assert mhckit.explain(x.cpu()) == "torch reference: backend is 'auto' and x is float32 on cpu"
     launched = []
-    original = JITFunction.run
     connection = HyperConnection(8).cuda()
-    try:
-        JITFunction.run = lambda self, *a, **k: launched.append(self.__name__) or original(self, *a, **k)
-        connection(Streams(x))
-        assert launched == ["write_project_kernel", "read_kernel"]
-        launched.clear()
-        HyperConnection(8)(Streams(x.cpu()))
-        HyperConnection(8, backend="reference").cuda()(Streams(x))
-        assert launched == []
-    finally:
-        JITFunction.run = original
+
+    def observe(kernel: JITFunction, grid: Any, args: Any, constants: Any) -> None:
+        launched.append(kernel.__name__)
+        _launcher.run_now(kernel, grid, args, constants)
+
+    monkeypatch.setattr(_launcher, "observer", observe)
+    connection(Streams(x))
+    assert launched == ["write_project_kernel", "read_kernel"]
+    launched.clear()
+    HyperConnection(8)(Streams(x.cpu()))
+    HyperConnection(8, backend="reference").cuda()(Streams(x))
+    assert launched == []
     with pytest.raises(TypeError, match=r"'enter' got float64; use mhckit.backend\('reference'\)"):
         connection(Streams(x.double()))
     with pytest.raises(ValueError, match="at most 8 streams"):

@@ -10,14 +10,17 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from triton.runtime.jit import JITFunction
 
+from mhckit.kernels import _launcher
+
 # In the names of what a fused operator should not need: fills, copies, casts and other kernels of torch.
 FOREIGN = ("memset", "memcpy", "at::native")
 
 
 class Launch(NamedTuple):
     kernel: JITFunction
+    grid: tuple[int, ...]
     args: tuple[Any, ...]
-    options: dict[str, Any]
+    constants: dict[str, Any]
     compiled: bool  # this launch compiled the kernel, or loaded it, once more
 
     @property
@@ -25,12 +28,11 @@ class Launch(NamedTuple):
         return self.kernel.__name__
 
     def repeat(self) -> None:
-        self.kernel.run(*self.args, **self.options)
+        _launcher.run_now(self.kernel, self.grid, self.args, self.constants)
 
     def bytes(self) -> int:
         """The tensors that the kernel is given, each counted once."""
-        tensors = tensors_in((*self.args, *self.options.values()))
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in self.args if isinstance(tensor, Tensor)}.values())
 
 
 class DeviceEvent(NamedTuple):
@@ -43,24 +45,22 @@ class DeviceEvent(NamedTuple):
 
 
 def recorded_launches(run: Callable[[], object]) -> list[Launch]:
-    """The Triton launches of a call, in order."""
+    """The kernel launches of a call, in order."""
     launches: list[Launch] = []
-    original = JITFunction.run
 
-    def record(self: JITFunction, *args: Any, **options: Any) -> Any:
-        variants = self.device_caches[torch.cuda.current_device()][0]
+    def observe(kernel: JITFunction, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        variants = kernel.device_caches[torch.cuda.current_device()][0]
         before = len(variants)
-        result = original(self, *args, **options)
-        launches.append(Launch(self, args, options, compiled=len(variants) > before))
-        return result
+        _launcher.run_now(kernel, grid, args, constants)
+        launches.append(Launch(kernel, grid, args, constants, compiled=len(variants) > before))
 
-    JITFunction.run = record
+    _launcher.observer = observe
     try:
         run()
     finally:
-        JITFunction.run = original
+        _launcher.observer = None
     if not launches:
-        raise RuntimeError("no Triton launch was recorded")
+        raise RuntimeError("no kernel launch was recorded")
     return launches
 
 
@@ -79,11 +79,3 @@ def device_events(run: Callable[[], object]) -> list[DeviceEvent]:
     events.sort(key=lambda event: event.time_range.start)
     return [DeviceEvent(event.name, event.time_range.elapsed_us()) for event in events]
 
-
-def tensors_in(argument: Any) -> list[Tensor]:
-    """Tensors in a kernel's argument: itself, the members of a tuple, or what a tensor descriptor describes."""
-    if isinstance(argument, Tensor):
-        return [argument]
-    if isinstance(argument, (tuple, list)):
-        return [tensor for member in argument for tensor in tensors_in(member)]
-    return tensors_in(argument.base) if hasattr(argument, "base") else []

@@ -2,7 +2,8 @@
 
 The sizes, the kinds and the epsilons are read inside kernels as ``MATH.streams``, ``MATH.residual == "sinkhorn"`` and
 so on, and cost nothing at run time. Triton tells compiled kernels apart, on disk too, by the repr of their constants:
-it names every value, the derived ones as well, and is worked out once.
+it names every value, the derived ones as well, and is worked out once. Within a process there is one Math per recipe,
+compared by identity: launches look kernels up by it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ._launch import ROWS, row_blocks
 MAX_SEGMENT_ITERATIONS = 24
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Math:
     """Attributes that are not a Recipe's own: the ``padded_*`` sizes are the powers of two that Triton wants, and
     ``part_columns`` is the width of a token's packed dz (see `_pack`).

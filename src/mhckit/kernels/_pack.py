@@ -17,6 +17,7 @@ from mhckit.ops._register import empty
 
 from ._device import bfloat16_parts, load_float, packed_column, part_column
 from ._launch import BFLOAT, PHI_BLOCK, ROWS, row_blocks, tokens_of
+from ._launcher import run
 
 
 @triton.jit
@@ -54,8 +55,18 @@ def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int, channels_per
     P, C = phi.shape[0], phi.shape[1] // streams
     grid = (triton.cdiv(C, PHI_BLOCK), streams, row_blocks(P))
     phi_parts = empty(phi, grid[2], streams, grid[0], 2 * ROWS, PHI_BLOCK, dtype=BFLOAT)
-    pack_phi_kernel[grid](
-        phi, norm_weight, phi_parts, C, P, ROWS=ROWS, CHANNELS=channels_per_thread, BLOCK=PHI_BLOCK, num_warps=4
+    run(
+        pack_phi_kernel,
+        grid,
+        phi,
+        norm_weight,
+        phi_parts,
+        C,
+        P,
+        ROWS=ROWS,
+        CHANNELS=channels_per_thread,
+        BLOCK=PHI_BLOCK,
+        num_warps=4,
     )
     return phi_parts
 
@@ -68,5 +79,15 @@ def pack_dz(dz: Tensor, x: Tensor) -> Tensor:
     T, P = tokens_of(x)[0], dz.shape[-1]
     dz_parts = empty_dz_parts(x, T, P)
     width = dz_parts.shape[1]
-    pack_dz_kernel[(triton.cdiv(T, 32),)](dz, dz_parts, T, P, PADDED=triton.next_power_of_2(P), WIDTH=width, BLOCK_T=32)
+    run(
+        pack_dz_kernel,
+        (triton.cdiv(T, 32),),
+        dz,
+        dz_parts,
+        T,
+        P,
+        PADDED=triton.next_power_of_2(P),
+        WIDTH=width,
+        BLOCK_T=32,
+    )
     return dz_parts

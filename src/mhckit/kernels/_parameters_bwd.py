@@ -21,6 +21,7 @@ from mhckit.ops._register import empty
 
 from ._device import channels_exist, load_float, part_column, rounded_product, store_as, sum_parts
 from ._launch import FLOAT, PRECISION, ROWS, TOKEN_CHUNK, parameters_bwd_launch, row_blocks, tokens_of
+from ._launcher import run
 from ._math import Math
 from ._read_bwd import LogitSums
 
@@ -214,7 +215,8 @@ def chunk_sums(y: Tensor, dz_parts: Tensor | None, rows: int, norm: tuple[Tensor
         None if dz_parts is None else empty(y, chunks, rows, N * C, dtype=FLOAT),
         None if norm is None else empty(y, chunks, N, C, dtype=FLOAT),
     )
-    chunk_sums_kernel[(N * triton.cdiv(C, launch.block_c), chunks)](
+    run(
+        chunk_sums_kernel, (N * triton.cdiv(C, launch.block_c), chunks),
         y, dz_parts, *(norm or (None, None)), *sums, T, C, rows,
         N=N, CHUNK=TOKEN_CHUNK, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION, **launch.meta(),
     )  # fmt: skip
@@ -262,7 +264,8 @@ def finish(
     pre, more = logit_sums or (None, None)
     block = 64
     programs = triton.cdiv(K if wants_phi else channels if slots is not None or df_sums is not None else 0, block)
-    finish_kernel[(programs + (logit_sums is not None),)](
+    run(
+        finish_kernel, (programs + (logit_sums is not None),),
         sums.phi, phi, norm_weight, done.phi, done.norm_weight, sums.norm, done.out_norm_weight, df_sums, done.f_bias,
         pre, more, done.scale, done.bias,
         0 if slots is None else slots.shape[0], 0 if df_sums is None else df_sums.shape[0],

@@ -29,6 +29,7 @@ from ._coefficients import (
 )
 from ._device import channels_exist, collapse, columns_of, load_float, load_streams, rounded_product, store_as
 from ._launch import RESIDUAL_TOKENS, Launch, read_launch
+from ._launcher import run
 from ._math import Math
 from ._residual import residual_map
 from ._write_project import Projection
@@ -246,7 +247,8 @@ def read(
     residual_programs = triton.cdiv(tokens, RESIDUAL_TOKENS) if separate else 0
     given = isinstance(weights, Tensor)
     splits = 1 if projection is None else projection.z.shape[0]
-    read_kernel[(residual_programs + triton.cdiv(tokens, launch.block_t),)](
+    run(
+        read_kernel, (residual_programs + triton.cdiv(tokens, launch.block_t),),
         y, *(projection or (None, None)), scale, bias, weights if given else None, norm_weight,
         x_in, pre, post, res if math.logits else None, z, mean_square, u if norm_weight is not None else None,
         tokens, channels, splits, width or float(math.streams * channels), norm_eps, constant, residual_programs,

@@ -47,6 +47,7 @@ from ._device import (
     store_as,
 )
 from ._launch import FLOAT, RESIDUAL_TOKENS, Launch, read_bwd_launch
+from ._launcher import run
 from ._math import Math
 from ._residual import residual_map_backward
 
@@ -333,7 +334,8 @@ def read_bwd(
             empty(like, residual_programs or programs, 2, more, dtype=FLOAT) if more > 0 else None,
         )
     given = isinstance(weights, Tensor)
-    read_bwd_kernel[(residual_programs + programs,)](
+    run(
+        read_bwd_kernel, (residual_programs + programs,),
         y, dx_in, *dmix, z, mean_square, scale, bias, weights if given else None, norm_weight, u,
         dz, k, k_more, read_weights, norm_share, dweights, *(sums or (None, None)), tokens, channels, k_factor,
         residual_programs, MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate,

@@ -48,6 +48,7 @@ from ._launch import (
     streams_bwd_launch,
     tokens_of,
 )
+from ._launcher import run
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -312,7 +313,8 @@ def _launch(
     # A write-back sums over all channels of a token; a read alone can share them out.
     writes = streams[1] is not None
     width = 0 if writes else max(launch.block_c, min(512, triton.next_power_of_2(C)))
-    streams_bwd_kernel[(triton.cdiv(T, launch.block_t), triton.cdiv(C, width) if width else 1)](
+    run(
+        streams_bwd_kernel, (triton.cdiv(T, launch.block_t), triton.cdiv(C, width) if width else 1),
         g, *collapse, *tensors, *streams, *gradients, T, C, rows,
         N=N, WIDTH=width, ROW_BLOCKS=row_blocks(rows), ROWS=ROWS, PIECE=PHI_BLOCK if dots else launch.block_c,
         FOLD=channels_per_thread(launch) if dots else 8, IN_THREAD=dots or loads_are_wide(like), **launch.meta(),

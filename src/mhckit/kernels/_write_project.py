@@ -41,6 +41,7 @@ from ._launch import (
     write_launch,
     write_project_launch,
 )
+from ._launcher import run
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -110,7 +111,9 @@ def write_project_kernel(
 
 
 @triton.jit
-def _add_projection(z, y_tile, phi, norm_weight, k, here, K, P: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr):
+def _add_projection(
+    z, y_tile, phi, norm_weight, k, here, K, P: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr
+):
     """z + phi[:, k] y^T for each block of rows; phi in parts beside bfloat16, whose products are exact.
 
     float16 lacks the range for such parts, so it goes the way of float32: tf32x3 (or ieee where that is missing).
@@ -151,7 +154,8 @@ def write(x: Tensor, f: Tensor, f_bias: Tensor | None, post: Tensor, res: Tensor
     y = empty(x, *x.shape)
     launch = write_launch(C)
     grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, launch.block_c))
-    write_project_kernel[grid](
+    run(
+        write_project_kernel, grid,
         x, f, f_bias, post, res, None, None, y, None, None, T, C, 0,
         N=N, WIDTH=launch.block_c, ROWS=ROWS, ROW_BLOCKS=0, IN_THREAD=False, PRECISION=PRECISION, **launch.meta(),
     )  # fmt: skip
@@ -189,7 +193,8 @@ def _project(
     P, width, launch = phi.shape[0], projection_width(C), write_project_launch(N)
     splits = triton.cdiv(C, width)
     partials = Projection(empty(phi, splits, T, P, dtype=FLOAT), empty(phi, splits, T, dtype=FLOAT))
-    write_project_kernel[(triton.cdiv(T, launch.block_t), splits)](
+    run(
+        write_project_kernel, (triton.cdiv(T, launch.block_t), splits),
         x, f, f_bias, post, res, phi, norm_weight, y, *partials, T, C, P,
         N=N, WIDTH=width, ROWS=ROWS, ROW_BLOCKS=row_blocks(P), IN_THREAD=loads_are_wide(x), PRECISION=PRECISION,
         **launch.meta(),

@@ -10,6 +10,7 @@ from mhckit.ops._register import empty
 
 from ._device import channels_exist, load_float, store_as, tokens_of_program
 from ._launch import tokens_of, write_launch
+from ._launcher import run
 from ._math import math_of_streams
 from ._read import read
 
@@ -29,8 +30,18 @@ def broadcast(h: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
     T, N, C = tokens_of(x)
     launch = write_launch(C)
     grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, launch.block_c))
-    broadcast_kernel[grid](
-        h, x, T, C, factor, N=N, BLOCK_T=launch.block_t, BLOCK_C=launch.block_c, num_warps=launch.num_warps
+    run(
+        broadcast_kernel,
+        grid,
+        h,
+        x,
+        T,
+        C,
+        factor,
+        N=N,
+        BLOCK_T=launch.block_t,
+        BLOCK_C=launch.block_c,
+        num_warps=launch.num_warps,
     )
     return x
 

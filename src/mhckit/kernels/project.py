@@ -10,6 +10,7 @@ from mhckit.ops._register import empty, pack
 
 from ._device import load_float, store_as, tokens_of_program
 from ._launch import FLOAT, tokens_of
+from ._launcher import run
 from ._pack import pack_dz
 from ._parameters_bwd import chunk_sums, finish
 from ._read_half import project_gradient
@@ -39,7 +40,19 @@ def project_fwd(x: Tensor, phi: Tensor, norm_weight: Tensor | None) -> tuple[Ten
     z, mean_square = empty(x, *lead, P, dtype=FLOAT), empty(x, *lead, dtype=FLOAT)
     partials = project_partials(x, phi, norm_weight)
     grid = (triton.cdiv(T, 32), triton.cdiv(P, 32))
-    _sum_splits_kernel[grid](*partials, z, mean_square, T, partials.z.shape[0], float(N * C), P, BLOCK_T=32, BLOCK_P=32)
+    run(
+        _sum_splits_kernel,
+        grid,
+        *partials,
+        z,
+        mean_square,
+        T,
+        partials.z.shape[0],
+        float(N * C),
+        P,
+        BLOCK_T=32,
+        BLOCK_P=32,
+    )
     return z, mean_square
 
 

@@ -12,6 +12,7 @@ from mhckit.recipe import Recipe
 from ._coefficients import beside_residual, matrix_index, residual_index
 from ._device import load_float, store_as, tokens_of_program
 from ._launch import FLOAT, sinkhorn_launch
+from ._launcher import run
 from ._math import math_of
 from ._residual import residual_map, residual_map_backward
 
@@ -50,6 +51,15 @@ def sinkhorn_bwd(dres: Tensor, logits: Tensor, recipe: Recipe) -> Tensor:
 def _launch(logits: Tensor, res: Tensor | None, dres: Tensor | None, dlogits: Tensor | None, recipe: Recipe) -> None:
     math, launch = math_of(recipe), sinkhorn_launch(recipe.streams)
     tokens = logits.numel() // recipe.residual_logits
-    sinkhorn_kernel[(triton.cdiv(tokens, launch.block_t),)](
-        logits, res, dres, dlogits, tokens, MATH=math, BLOCK_T=launch.block_t, num_warps=launch.num_warps
+    run(
+        sinkhorn_kernel,
+        (triton.cdiv(tokens, launch.block_t),),
+        logits,
+        res,
+        dres,
+        dlogits,
+        tokens,
+        MATH=math,
+        BLOCK_T=launch.block_t,
+        num_warps=launch.num_warps,
     )

@@ -27,7 +27,10 @@ from mhckit.recipe import Recipe
 
 
 def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define ``mhckit::<name>`` with its implementation for every device and its fake; returns the callable op."""
+    """Define ``mhckit::<name>`` with its implementation for every device and its fake.
+
+    Returns a function that calls it: through torch's dispatcher, or straight where that would only cost time.
+    """
     qualified = f"mhckit::{name}"
     arguments, returns = schema.split(") -> ")
     takes_recipe = arguments.endswith("str recipe")
@@ -40,12 +43,12 @@ def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Cal
 
     def run(*args: Any) -> Any:
         rest, chosen = unpack(args)
-        # Here, not in Function.backward: torch 2.6's Dynamo mixes up inputs when both sides trace a `contiguous`.
-        rest = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in rest]
         device = next(arg for arg in rest if isinstance(arg, Tensor)).device
         if chosen == "triton":
             with _current(device):
-                return _kernel(name, device)(*[_aligned(arg) for arg in rest])
+                return _kernel(name, device)(*[_aligned(arg) if isinstance(arg, Tensor) else arg for arg in rest])
+        # Here, not in Function.backward: torch 2.6's Dynamo mixes up inputs when both sides trace a `contiguous`.
+        rest = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in rest]
         with _without_autocast(device.type):
             return _contiguous(reference(*rest))
 
@@ -55,7 +58,12 @@ def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Cal
     torch.library.define(qualified, f"{arguments}, str backend) -> {returns}")
     torch.library.impl(qualified, "CompositeExplicitAutograd", run)
     torch.library.register_fake(qualified, run_fake)
-    return getattr(torch.ops.mhckit, name).default
+    operator = getattr(torch.ops.mhckit, name).default
+
+    def call(*args: Any) -> Any:
+        return run(*args) if _is_plain(args) else operator(*args)
+
+    return call
 
 
 def absent(like: Tensor) -> Tensor:
@@ -110,7 +118,7 @@ def call_backward(op: Any, *args: Any) -> Any:
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return op(*args)
-    return _Backward.apply(op, *args)
+    return _Backward.call(op, *args)
 
 
 class Operator(torch.autograd.Function):
@@ -124,6 +132,13 @@ class Operator(torch.autograd.Function):
         # Function.apply binds arguments by signature on every call; a stored one saves working it out each time.
         forward: Any = cls.forward
         forward.__signature__ = inspect.signature(forward)
+
+    @classmethod
+    def call(cls, *args: Any) -> Any:
+        """``apply``, without its binding of arguments, which serves torch.func's transforms, where there are none."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return cls.apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
@@ -166,13 +181,28 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"mhckit.kernels.{operator}"), name)
 
 
-def _aligned(argument: Any) -> Any:
-    """A view that starts between 16-byte boundaries is copied.
+def _is_plain(args: tuple[Any, ...]) -> bool:
+    """Whether a kernel is called in plain eager mode: nobody traces, transforms or wraps its tensors."""
+    return (
+        args[-1] == "triton"
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and all(type(arg) in _PLAIN_TENSORS for arg in args if isinstance(arg, Tensor))
+    )
+
+
+_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, and a view that starts between 16-byte boundaries is copied.
 
     Triton compiles another kernel for it, with narrow loads and other orders of summation: slow, and a token would not
     get the same bits alone, as a slice of its batch, and inside it.
     """
-    return argument.clone() if isinstance(argument, Tensor) and argument.data_ptr() % 16 else argument
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

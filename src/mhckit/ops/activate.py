@@ -221,7 +221,7 @@ def activate(
         raise ValueError("z and mean_square must be None: the recipe is static (dynamic=False)")
     check_scale_and_bias(scale, bias, recipe, like=z)
     tensors = contiguous(z, mean_square, scale, bias)
-    pre, post, logits = _Activate.apply(*tensors, recipe, choose("activate", bias if z is None else z, recipe.streams))
+    pre, post, logits = _Activate.call(*tensors, recipe, choose("activate", bias if z is None else z, recipe.streams))
     return pre, post, shape_residual_logits(logits, recipe)
 
 

@@ -278,5 +278,5 @@ def coefficients(
     check_streams(x, recipe)
     check_parameters(x, phi, scale, bias, norm_weight, recipe)
     tensors = contiguous(x, phi, scale, bias, norm_weight)
-    pre, post, res, *_ = _Coefficients.apply(*tensors, recipe, choose("coefficients", x, recipe.streams))
+    pre, post, res, *_ = _Coefficients.call(*tensors, recipe, choose("coefficients", x, recipe.streams))
     return as_mix(pre, post, res, recipe)

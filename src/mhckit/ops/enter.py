@@ -190,5 +190,5 @@ def enter(
     tensors = contiguous(x, phi, scale, bias, norm_weight, out_norm_weight)
     out_norm_eps = check_eps("out_norm_eps", out_norm_eps)
     out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
-    x, x_in, pre, post, res, *_ = _Enter.apply(*tensors, out_norm_eps, out_dtype, recipe, choose("enter", x, streams))
+    x, x_in, pre, post, res, *_ = _Enter.call(*tensors, out_norm_eps, out_dtype, recipe, choose("enter", x, streams))
     return x, x_in, as_mix(pre, post, res, recipe)

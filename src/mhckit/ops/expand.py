@@ -59,4 +59,4 @@ def expand(h: Tensor, streams: int) -> Tensor:
         raise ValueError(f"streams must be at least 1, got {streams}")
     if h.ndim < 1 or h.shape[-1] < 1:
         raise ValueError(f"h must be [..., C] with C >= 1, got {tuple(h.shape)}")
-    return _Expand.apply(h.contiguous(), streams, choose("expand", h, streams))
+    return _Expand.call(h.contiguous(), streams, choose("expand", h, streams))

@@ -196,4 +196,4 @@ def head(
                 f"{name} must be None: it belongs to head={kind!r} and the recipe has head={recipe.head!r}"
             )
     out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
-    return _Head.apply(*contiguous(x, fn, scale, base, pre), out_dtype, recipe, choose("head", x, streams))[0]
+    return _Head.call(*contiguous(x, fn, scale, base, pre), out_dtype, recipe, choose("head", x, streams))[0]

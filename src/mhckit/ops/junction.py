@@ -218,7 +218,7 @@ def junction(
     tensors = contiguous(x, f, f_bias, shifted_pre, mix.post, mix.res, phi, scale, bias, norm_weight, out_norm_weight)
     out_norm_eps = check_eps("out_norm_eps", out_norm_eps)
     out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
-    y, x_in, pre, post, res, *_ = _Junction.apply(
+    y, x_in, pre, post, res, *_ = _Junction.call(
         *tensors, out_norm_eps, out_dtype, recipe, choose("junction", x, streams)
     )
     return y, x_in, as_mix(pre, post, res, recipe)

@@ -126,4 +126,4 @@ def post(x: Tensor, f: Tensor, post: Tensor, res: Tensor | None, *, f_bias: Tens
     check_shape("post", post, "[..., N]", (*lead, streams), like=x)
     check_optional("res", res, "[..., N_out, N_in]", (*lead, streams, streams), like=x)
     check_optional("f_bias", f_bias, "[C]", (channels,), like=x)
-    return _Post.apply(*contiguous(x, f, f_bias, post, res), choose("post", x, streams))
+    return _Post.call(*contiguous(x, f, f_bias, post, res), choose("post", x, streams))

@@ -144,4 +144,4 @@ def pre(
     out_norm_eps = check_eps("out_norm_eps", out_norm_eps)
     out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
     tensors = contiguous(x, pre, out_norm_weight)
-    return _Pre.apply(*tensors, out_norm_eps, out_dtype, choose("pre", x, streams))[0]
+    return _Pre.call(*tensors, out_norm_eps, out_dtype, choose("pre", x, streams))[0]

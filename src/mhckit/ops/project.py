@@ -122,4 +122,4 @@ def project(x: Tensor, phi: Tensor, *, norm_weight: Tensor | None = None) -> tup
     if phi.ndim != 2 or phi.shape[0] < 1 or phi.shape[1] != width:
         raise ValueError(f"phi must be [P, N*C] with P >= 1 and N*C = {width}, got {tuple(phi.shape)}")
     check_optional("norm_weight", norm_weight, "[N*C]", (width,), like=x)
-    return _Project.apply(*contiguous(x, phi, norm_weight), choose("project", x, streams))
+    return _Project.call(*contiguous(x, phi, norm_weight), choose("project", x, streams))

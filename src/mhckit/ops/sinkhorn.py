@@ -199,4 +199,4 @@ def sinkhorn(logits: Tensor | None, *, recipe: Recipe) -> Tensor | None:
     )
     logits = check_tensor("logits", logits, axes)
     check_shape("logits", logits, axes, (*logits.shape[: -len(sizes)], *sizes))
-    return _Sinkhorn.apply(logits.contiguous(), recipe, choose("sinkhorn", logits, recipe.streams))
+    return _Sinkhorn.call(logits.contiguous(), recipe, choose("sinkhorn", logits, recipe.streams))
