@@ -87,6 +87,8 @@ def streams_bwd_kernel(
     STAGES: tl.constexpr,
 ):
     t, live = tokens_of_program(T, BLOCK_T)
+    # With a norm, d takes all of y: it is added once they have been made, to what is linear in G.
+    LATE: tl.constexpr = norm_weight is not None and f is not None
     if dx_in is not None:
         weights = load_per_token(read_weights, t, live, N)
         if norm_weight is not None:
@@ -99,9 +101,13 @@ def streams_bwd_kernel(
     if f is not None:
         post_columns = load_per_token(post, t, live, N)
         res_columns = () if res is None else load_per_token(res, t, live, N * N)
+        PER_STREAM: tl.constexpr = 1 if res is None else N + 1
         sums = ()
-        for _ in tl.static_range(N if res is None else N * (N + 1)):
+        for _ in tl.static_range((N + 1 if LATE else N) * PER_STREAM):
             sums = sums + (folded_zeros(BLOCK_T, PIECE, FOLD),)
+        if LATE:
+            late_weights = _mixed_back(weights, res_columns, N)
+            late_post = collapse(weights, post_columns, N)
     if WIDTH == 0:
         begin, end = 0, C
     else:
@@ -109,13 +115,22 @@ def streams_bwd_kernel(
         end = tl.minimum(begin + WIDTH, C)
     for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
         c_tile = start + tl.arange(0, BLOCK_C)
-        loaded = live[:, None] & channels_exist(c_tile, C, BLOCK_C)[None, :]
+        exists = channels_exist(c_tile, C, BLOCK_C)
+        loaded = live[:, None] & exists[None, :]
         wide_at = t[:, None] * (N * C) + c_tile[None, :]
         narrow_at = t[:, None] * C + c_tile[None, :]
         x_pieces = () if x is None else _load_pieces(x, wide_at, loaded, C, N, PIECE)
         g_pieces = () if g is None else _load_pieces(g, wide_at, loaded, C, N, PIECE)
-        f_pieces = () if f is None else pieces(tl.load(f + narrow_at, mask=loaded, other=0.0), PIECE)
-        d_pieces = () if dx_in is None else pieces(tl.load(dx_in + narrow_at, mask=loaded, other=0.0), PIECE)
+        if f is not None:
+            f_tile = tl.load(f + narrow_at, mask=loaded, other=0.0)
+            if f_bias is not None:
+                f_tile = f_tile.to(tl.float32) + load_float(f_bias, c_tile, exists)[None, :]
+            f_pieces = pieces(f_tile, PIECE)
+        if dx_in is not None:
+            d_tile = tl.load(dx_in + narrow_at, mask=loaded, other=0.0)
+            if norm_weight is not None:
+                d_tile = d_tile.to(tl.float32) * load_float(norm_weight, c_tile, exists)[None, :]
+            d_pieces = pieces(d_tile, PIECE)
         for piece in tl.static_range(BLOCK_C // PIECE):
             c = start + piece * PIECE + tl.arange(0, PIECE)
             here = channels_exist(c, C, BLOCK_C)
@@ -124,56 +139,64 @@ def streams_bwd_kernel(
             if x is not None:
                 streams = _as_float(x_pieces, piece, N)
             if f is not None:
-                f_tile = f_pieces[piece].to(tl.float32)
-                if f_bias is not None:
-                    f_tile += load_float(f_bias, c, here)[None, :]
-            if phi_parts is not None or norm_weight is not None:
-                y = streams if f is None else _rounded_writes(streams, f_tile, post_columns, res_columns, x, N)
+                f_piece = f_pieces[piece].to(tl.float32)
             if dx_in is not None:
                 d = d_pieces[piece].to(tl.float32)
-                if norm_weight is not None:
-                    d = load_float(norm_weight, c, here)[None, :] * d - share * collapse(weights, y, N)
-            next_sums = ()
-            dx_tiles = ()
+                if norm_weight is not None and not LATE:
+                    d -= share * collapse(weights, streams, N)
+            if LATE:
+                collapsed = tl.zeros((BLOCK_T, PIECE), tl.float32)
             if f is not None:
                 df_tile = tl.zeros((BLOCK_T, PIECE), tl.float32)
+            next_sums = ()
+            dx_tiles = ()
             for o in tl.static_range(N):
+                if phi_parts is not None or LATE:
+                    y = streams[o]
+                    if f is not None:
+                        # As forward stored it, up to how the compiler fuses products and sums.
+                        y = write_stream(o, streams, f_piece, post_columns, res_columns, N)
+                        y = y.to(x.dtype.element_ty).to(tl.float32)
+                if LATE:
+                    collapsed += weights[o] * y
                 if phi_parts is not None:
                     G = _dot_phi(dz_blocks, phi_parts, o, start + piece * PIECE, C, N, ROWS, PIECE, FOLD)
-                    G += k * y[o]
+                    G += k * y
                 else:
                     G = tl.zeros((BLOCK_T, PIECE), tl.float32)
                 if g is not None:
                     G += g_pieces[o][piece].to(tl.float32)
-                if dx_in is not None:
+                if dx_in is not None and not LATE:
                     G += weights[o] * d
                 if f is None:
                     store_as(dx, at + o * C, G, tile)
                 else:
                     df_tile += post_columns[o] * G
-                    next_sums = next_sums + (sums[len(next_sums)] + fold(G, f_tile, FOLD, IN_THREAD),)
-                    if res is None:
-                        store_as(dx, at + o * C, G, tile)
-                    else:
-                        for i in tl.static_range(N):
-                            next_sums = next_sums + (sums[len(next_sums)] + fold(G, streams[i], FOLD, IN_THREAD),)
-                        dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
+                    next_sums = _add_products(next_sums, sums, G, f_piece, streams, res is not None, FOLD, IN_THREAD)
+                    dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
+            if LATE:
+                d = _beside(d - share * collapsed, G)
+                df_tile += late_post * d
+                next_sums = _add_products(next_sums, sums, d, f_piece, streams, res is not None, FOLD, IN_THREAD)
+                dx_tiles = _add_each(dx_tiles, late_weights, d, N)
             if f is not None:
                 sums = next_sums
                 store_as(df, t[:, None] * C + c[None, :], df_tile, tile)
                 if df_bias is not None:
                     summed = tl.sum(tl.where(tile, df_tile, 0.0), 0)
                     store_as(df_bias, tl.program_id(0).to(tl.int64) * C + c, summed, here)
-                if res is not None:
-                    for i in tl.static_range(N):
-                        store_as(dx, at + i * C, dx_tiles[i], tile)
-    if f is not None:
-        STEP: tl.constexpr = 1 if res is None else N + 1
-        for o in tl.static_range(N):
-            store_as(dpost, t * N + o, tl.sum(sums[o * STEP], 1), live)
-            if res is not None:
                 for i in tl.static_range(N):
-                    store_as(dres, (t * N + o) * N + i, tl.sum(sums[o * STEP + 1 + i], 1), live)
+                    store_as(dx, at + i * C, dx_tiles[i], tile)
+    if f is not None:
+        for o in tl.static_range(N):
+            for k in tl.static_range(PER_STREAM):
+                total = sums[o * PER_STREAM + k]
+                if LATE:
+                    total += weights[o] * sums[N * PER_STREAM + k]
+                if k == 0:
+                    store_as(dpost, t * N + o, tl.sum(total, 1), live)
+                else:
+                    store_as(dres, (t * N + o) * N + k - 1, tl.sum(total, 1), live)
 
 
 @triton.jit
@@ -226,21 +249,55 @@ def _dot_phi(
 
 
 @triton.jit
-def _rounded_writes(streams, f, post, res, x, N: tl.constexpr):
-    """y as forward stored it, up to how the compiler fuses products and sums."""
-    tiles = ()
-    for o in tl.static_range(N):
-        tiles = tiles + (write_stream(o, streams, f, post, res, N).to(x.dtype.element_ty).to(tl.float32),)
-    return tiles
+def _beside(value, G):
+    """value, laid out over threads as G is: left alone, the compiler would hold it and what it meets in another way."""
+    return value + tl.minimum(tl.abs(G), 0.0)
+
+
+@triton.jit
+def _add_products(next_sums, sums, G, f, streams, MIXES: tl.constexpr, FOLD: tl.constexpr, IN_THREAD: tl.constexpr):
+    """next_sums, and the next of sums with the products of G with f and with each stream."""
+    next_sums = next_sums + (sums[len(next_sums)] + fold(G, f, FOLD, IN_THREAD),)
+    if MIXES:
+        for i in tl.static_range(len(streams)):
+            next_sums = next_sums + (sums[len(next_sums)] + fold(G, streams[i], FOLD, IN_THREAD),)
+    return next_sums
 
 
 @triton.jit
 def _add_mixed(tiles, G, res, o: tl.constexpr, N: tl.constexpr):
-    """tiles_i + H[o,i] G"""
+    """tiles_i + H[o,i] G; res is () for identity."""
+    if len(res) == 0:
+        return tiles + (G,)
+    else:
+        added = ()
+        for i in tl.static_range(N):
+            added = added + (res[o * N + i] * G if o == 0 else tiles[i] + res[o * N + i] * G,)
+        return added
+
+
+@triton.jit
+def _add_each(tiles, weights, d, N: tl.constexpr):
+    """tiles_i + weights_i d"""
     added = ()
     for i in tl.static_range(N):
-        added = added + (res[o * N + i] * G if o == 0 else tiles[i] + res[o * N + i] * G,)
+        added = added + (tiles[i] + weights[i] * d,)
     return added
+
+
+@triton.jit
+def _mixed_back(weights, res, N: tl.constexpr):
+    """sum_o H[o,i] weights_o for each i; res is () for identity."""
+    if len(res) == 0:
+        return weights
+    else:
+        mixed = ()
+        for i in tl.static_range(N):
+            total = res[i] * weights[0]
+            for o in tl.static_range(1, N):
+                total += res[o * N + i] * weights[o]
+            mixed = mixed + (total,)
+        return mixed
 
 
 class CollapseGradient(NamedTuple):
