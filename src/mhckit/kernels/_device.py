@@ -16,6 +16,19 @@ def tokens_of_program(T, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
+def role_of_program(special):
+    """Which of two kinds of work this program does, and its number among those: `special` programs of one kind.
+
+    They are spread evenly, so that at any time a few of them compute while the others keep the memory busy.
+    """
+    program = tl.program_id(0)
+    period = tl.num_programs(0) // tl.maximum(special, 1)
+    before = tl.minimum((program + period - 1) // period, special)  # special programs with smaller ids
+    is_special = (program % period == 0) & (program // period < special)
+    return is_special, tl.where(is_special, before, program - before).to(tl.int64)
+
+
+@triton.jit
 def channels_exist(c, C: tl.constexpr, BLOCK_C: tl.constexpr):
     """Which channels of a tile exist: all of them, known to the compiler, where tiles divide C."""
     if C % BLOCK_C == 0:
@@ -136,23 +149,25 @@ def sum_parts(rows):
 
 
 @triton.jit
-def packed_column(c, CHANNELS: tl.constexpr):
-    """Where a block of phi holds channel c (below 32), so that a thread of a dot gets CHANNELS neighbours.
+def pack_columns(tile, CHANNELS: tl.constexpr):
+    """Channels reordered so that a thread of a dot with this tile gets CHANNELS neighbours of the result.
 
-    Of every eight columns of a dot's result a thread holds two. Stored in this order, the pairs it holds are
-    neighbouring channels: what it loads, mixes and stores with one access of CHANNELS values.
+    Of every eight columns of a dot's result a thread holds two. In this order the pairs it holds are neighbouring
+    channels: what it loads, mixes and stores with one access of CHANNELS values.
     """
-    group = 4 * CHANNELS
-    return c // group * group + c % CHANNELS // 2 * 8 + c % group // CHANNELS * 2 + c % 2
+    ROWS: tl.constexpr = tile.shape[0]
+    WIDTH: tl.constexpr = tile.shape[1]
+    pairs = tl.reshape(tile, (ROWS, WIDTH // (4 * CHANNELS), 4, CHANNELS // 2, 2))
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2, 4)), (ROWS, WIDTH))
 
 
 @triton.jit
 def unpack_columns(tile, CHANNELS: tl.constexpr):
-    """Columns of a dot with a packed phi in the order of channels; moves no data."""
-    TOKENS: tl.constexpr = tile.shape[0]
+    """The inverse of `pack_columns` on the result of a dot; moves no data."""
+    ROWS: tl.constexpr = tile.shape[0]
     WIDTH: tl.constexpr = tile.shape[1]
-    pairs = tl.reshape(tile, (TOKENS, WIDTH // (4 * CHANNELS), CHANNELS // 2, 4, 2))
-    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2, 4)), (TOKENS, WIDTH))
+    pairs = tl.reshape(tile, (ROWS, WIDTH // (4 * CHANNELS), CHANNELS // 2, 4, 2))
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2, 4)), (ROWS, WIDTH))
 
 
 @triton.jit

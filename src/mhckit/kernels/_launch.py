@@ -32,7 +32,7 @@ PROJECTION_WIDTH = 2048
 # Tokens per partial sum of a parameter's gradient.
 TOKEN_CHUNK = 2048
 # Tokens whose residual maps one program computes: a few matrix entries per thread, for the backward's history.
-RESIDUAL_TOKENS = 16
+RESIDUAL_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,16 @@ def write_launch(channels: int) -> Launch:
     return Launch(block_t=max(1, 256 // block_c), block_c=block_c, num_warps=4)
 
 
-def write_project_launch(streams: int) -> Launch:
-    """F1 and the projection alone. More streams: phi's tiles take the shared memory, the streams the registers."""
+def write_project_launch(streams: int, *, element_size: int, wide: bool) -> Launch:
+    """F1 and the projection alone. More streams: phi's tiles take the shared memory, the streams the registers; float32
+    needs three products and narrow loads need room to be rearranged in.
+    """
+    if element_size == 4:
+        return Launch(block_t=16, block_c=32, num_warps=4, num_stages=2)
     if streams > 4:
         return Launch(block_t=32, block_c=32, num_warps=4, num_stages=2)
+    if not wide:
+        return Launch(block_t=16, block_c=64, num_warps=4, num_stages=2)
     return Launch(block_t=32, block_c=64, num_warps=4, num_stages=3)
 
 

@@ -1,10 +1,10 @@
 """Float32 operands of the backward's dots, packed once per call as bfloat16 high and low parts.
 
-    phi_parts[block, o, c // 32, k, packed_column(c % 32)]      k: the high parts of 32 rows of phi w, then their low parts
-    dz_parts[t, part_column(p)]                                 where dz does not come from `_read_bwd`, which packs it
+    phi_parts[block, o, c // 32, k, c % 32]     k: high parts of 32 rows of phi w, then low parts; c as `pack_columns` has it
+    dz_parts[t, part_column(p)]                 where dz does not come from `_read_bwd`, which packs it
 
-Two parts keep 16 bits of mantissa, and tensor cores multiply bfloat16 exactly. Channels beyond C and rows beyond P are 0.
-Packing anew in every backward costs a few microseconds and can never be stale.
+Two parts keep 16 bits of mantissa, and tensor cores multiply bfloat16 exactly. Channels beyond C and rows beyond P are
+0. Packing anew in every backward costs a few microseconds and can never be stale.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mhckit.ops._register import empty
 
-from ._device import bfloat16_parts, load_float, packed_column, part_column
+from ._device import bfloat16_parts, load_float, pack_columns, part_column
 from ._launch import BFLOAT, PHI_BLOCK, ROWS, row_blocks, tokens_of
 from ._launcher import run
 
@@ -33,10 +33,9 @@ def pack_phi_kernel(
     value = load_float(phi, p[:, None] * (tl.num_programs(1) * C) + stream * C + c[None, :], here)
     if norm_weight is not None:
         value *= load_float(norm_weight, stream * C + c, c < C)[None, :]
-    high, low = bfloat16_parts(value)
+    high, low = bfloat16_parts(pack_columns(value, CHANNELS))
     block = (row_block * tl.num_programs(1) + stream) * tl.num_programs(0) + at
-    column = packed_column(tl.arange(0, BLOCK), CHANNELS)[None, :]
-    offsets = (block * 2 * ROWS + tl.arange(0, ROWS)[:, None]) * BLOCK + column
+    offsets = (block * 2 * ROWS + tl.arange(0, ROWS)[:, None]) * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(phi_parts + offsets, high)
     tl.store(phi_parts + offsets + ROWS * BLOCK, low)
 

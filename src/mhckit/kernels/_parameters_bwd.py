@@ -142,7 +142,7 @@ def finish_kernel(
             store_as(df_bias, c, _sum_rows(df_sums, df_count, c, C, c < C, BLOCK_ROWS), c < C)
     if dbias is not None:
         if tl.program_id(0) == tl.num_programs(0) - 1:
-            _finish_logits(pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH, BLOCK_ROWS)
+            _finish_logits(pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH)
 
 
 @triton.jit
@@ -166,24 +166,23 @@ def _finish_phi(
 
 
 @triton.jit
-def _finish_logits(
-    pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
+def _finish_logits(pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH: tl.constexpr):
     """dbias and dscale from the sums of D and of D z r per program of `_read_bwd`."""
     N: tl.constexpr = MATH.streams
     MORE: tl.constexpr = MATH.rows - N
-    n = tl.arange(0, MATH.padded_streams)
-    store_as(dbias, n, _sum_rows(pre_sums, pre_count, n, 2 * N, n < N, BLOCK_ROWS), n < N)
+    n = tl.arange(0, 2 * MATH.padded_streams)
+    total = _sum_rows(pre_sums, pre_count, n, 2 * N, n < 2 * N, 2048 // MATH.padded_streams)
+    store_as(dbias, n, total, n < N)
     if MATH.dynamic:
-        store_as(dscale, 0, tl.sum(_sum_rows(pre_sums + N, pre_count, n, 2 * N, n < N, BLOCK_ROWS), 0), True)
+        store_as(dscale, 0, tl.sum(tl.where(n >= N, total, 0.0), 0), True)
     if MORE > 0:
-        p = tl.arange(0, MATH.padded_more)
-        store_as(dbias, N + p, _sum_rows(more_sums, more_count, p, 2 * MORE, p < MORE, BLOCK_ROWS), p < MORE)
+        p = tl.arange(0, 2 * MATH.padded_more)
+        more = _sum_rows(more_sums, more_count, p, 2 * MORE, p < 2 * MORE, 2048 // MATH.padded_more)
+        store_as(dbias, N + p, more, p < MORE)
         if MATH.dynamic:
-            inner = _sum_rows(more_sums + MORE, more_count, p, 2 * MORE, p < MORE, BLOCK_ROWS)
-            store_as(dscale, 1, tl.sum(tl.where(p < N, inner, 0.0), 0), True)
+            store_as(dscale, 1, tl.sum(tl.where((p >= MORE) & (p < MORE + N), more, 0.0), 0), True)
             if MATH.logits > 0:
-                store_as(dscale, 2, tl.sum(tl.where(p >= N, inner, 0.0), 0), True)
+                store_as(dscale, 2, tl.sum(tl.where(p >= MORE + N, more, 0.0), 0), True)
 
 
 @triton.jit

@@ -3,9 +3,9 @@
     z = sum_s partial[s]    ms = sum_s square[s] / K    pre, post, H = coefficients(z, ms)
     a[t,c] = sum_i w[t,i] y[t,i,c]          x_in = a,  or with a norm weight g  u a g,  u = 1 / sqrt(mean_c a^2 + eps)
 
-WEIGHTS says which w: "pre" just computed, "given", "first" (stream 0), a constant, or "none" for coefficients alone. The
-first programs compute post and H, which the collapse does not need: Sinkhorn keeps their threads busy while the memory
-serves the others, which compute pre and collapse the rows of a token or a few. Reads y, writes x_in: 10C bytes per token
+WEIGHTS says which w: "pre" just computed, "given", "first" (stream 0), a constant, or "none" for coefficients alone. Some
+programs compute post and H, which the collapse does not need: Sinkhorn keeps their threads busy while the memory serves
+the others, which compute pre and collapse the rows of a token or a few. Reads y, writes x_in: 10C bytes per token
 for 4 streams of 2-byte activations; with a norm a row stays in registers (beyond MAX_STEPS steps it is read twice, the
 second time from the nearest cache).
 """
@@ -27,7 +27,16 @@ from ._coefficients import (
     residual_index,
     stream_index,
 )
-from ._device import channels_exist, collapse, columns_of, load_float, load_streams, rounded_product, store_as
+from ._device import (
+    channels_exist,
+    collapse,
+    columns_of,
+    load_float,
+    load_streams,
+    role_of_program,
+    rounded_product,
+    store_as,
+)
 from ._launch import RESIDUAL_TOKENS, Launch, read_launch
 from ._launcher import run
 from ._math import Math
@@ -70,9 +79,9 @@ def read_kernel(
     STAGES: tl.constexpr,
 ):
     sums = (partials, squares, splits, width)
-    program = tl.program_id(0)
-    if program >= residual_programs:
-        t = (program - residual_programs).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_residual, program = role_of_program(residual_programs)
+    if not is_residual:
+        t = program * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < T
         n, is_stream = stream_index(MATH)
         at, here = t[:, None] * MATH.streams + n, live[:, None] & is_stream
@@ -95,7 +104,7 @@ def read_kernel(
                 y, columns, norm_weight, x_in, u, t, live, C, norm_eps, MATH.streams, BLOCK_T, BLOCK_C, STAGES
             )
     elif SEPARATE:
-        _write_half_alone(y, sums, scale, bias, post, res, z, program.to(tl.int64), T, MATH, RESIDUAL_T)
+        _write_half_alone(y, sums, scale, bias, post, res, z, program, T, MATH, RESIDUAL_T)
 
 
 @triton.jit

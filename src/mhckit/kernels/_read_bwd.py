@@ -6,7 +6,7 @@
     dz = D scale r      k = 2/K dL/dms      sums over this program's tokens of D and of D z r
 
 so that the gradient of y, in `_streams_bwd`, is  g + w_i d + dz phi + k y  with d = e; with a norm, with u w_i in place
-of w_i, d = n e - b (u a). As in `_read`, the first programs take post and H, whose logits need no sum over channels: the
+of w_i, d = n e - b (u a). As in `_read`, some programs take post and H, whose logits need no sum over channels: the
 iteration of Sinkhorn runs again on chip while the memory serves the other programs. Their share of k is k_more. dz is
 stored in the parts that J and P multiply (`_pack`). Reads y and e: 10C bytes per token for 4 streams of 2-byte
 activations.
@@ -43,6 +43,7 @@ from ._device import (
     from_columns,
     load_float,
     load_streams,
+    role_of_program,
     rounded_product,
     store_as,
 )
@@ -89,10 +90,9 @@ def read_bwd_kernel(
     N: tl.constexpr = MATH.streams
     PADDED: tl.constexpr = MATH.padded_streams
     MORE: tl.constexpr = MATH.rows - N
-    program = tl.program_id(0)
-    if program >= residual_programs:
-        row = (program - residual_programs).to(tl.int64)
-        t = row * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_residual, program = role_of_program(residual_programs)
+    if not is_residual:
+        t = program * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < T
         n, is_stream = stream_index(MATH)
         at, here = t[:, None] * N + n, live[:, None] & is_stream
@@ -127,18 +127,18 @@ def read_bwd_kernel(
                 given_pre += dw
             dlogits = pre_backward(given_pre, logits_pre, is_stream, MATH)
             dr = group_backward(
-                dlogits, z_pre, inner_pre, r[:, None], scale, dz, sums + row * (2 * N), 0, N, 0, n, is_stream,
+                dlogits, z_pre, inner_pre, r[:, None], scale, dz, sums + program * (2 * N), 0, N, 0, n, is_stream,
                 t, live, MATH,
             )  # fmt: skip
             if not SEPARATE and MORE > 0:
                 dr += _write_half_backward(
-                    dpost, dres, z, r, scale, bias, dz, more_sums + row * (2 * MORE), t, live, T, MATH
+                    dpost, dres, z, r, scale, bias, dz, more_sums + program * (2 * MORE), t, live, T, MATH
                 )
             if MATH.dynamic:
                 store_as(k_share, t, reciprocal_rms_backward(dr, ms, MATH) * k_factor, live)
     elif SEPARATE:
         _write_half_backward_alone(
-            dpost, dres, z, mean_square, scale, bias, dz, k_more, more_sums, program.to(tl.int64), T, k_factor, MATH,
+            dpost, dres, z, mean_square, scale, bias, dz, k_more, more_sums, program, T, k_factor, MATH,
             RESIDUAL_T,
         )  # fmt: skip
 

@@ -190,13 +190,14 @@ def _project(
     y: Tensor | None,
 ) -> Projection:
     T, N, C = tokens_of(x)
-    P, width, launch = phi.shape[0], projection_width(C), write_project_launch(N)
+    P, width, wide = phi.shape[0], projection_width(C), loads_are_wide(x)
+    launch = write_project_launch(N, element_size=x.element_size(), wide=wide)
     splits = triton.cdiv(C, width)
     partials = Projection(empty(phi, splits, T, P, dtype=FLOAT), empty(phi, splits, T, dtype=FLOAT))
     run(
         write_project_kernel, (triton.cdiv(T, launch.block_t), splits),
         x, f, f_bias, post, res, phi, norm_weight, y, *partials, T, C, P,
-        N=N, WIDTH=width, ROWS=ROWS, ROW_BLOCKS=row_blocks(P), IN_THREAD=loads_are_wide(x), PRECISION=PRECISION,
+        N=N, WIDTH=width, ROWS=ROWS, ROW_BLOCKS=row_blocks(P), IN_THREAD=wide, PRECISION=PRECISION,
         **launch.meta(),
     )  # fmt: skip
     return partials
