@@ -75,9 +75,11 @@ def write_launch(channels: int) -> Launch:
     return Launch(block_t=max(1, 256 // block_c), block_c=block_c, num_warps=4)
 
 
-def write_project_launch(streams: int, *, element_size: int, wide: bool) -> Launch:
-    """F1 and the projection alone. More streams: phi's tiles take the shared memory, the streams the registers; float32
-    needs three products and narrow loads need room to be rearranged in.
+def write_project_launch(streams: int, *, writes: bool, element_size: int, wide: bool) -> Launch:
+    """F1; the projection alone has registers to spare for more tokens, which share a load of phi.
+
+    More streams: phi's tiles take the shared memory, the streams the registers. float32 needs three products, and
+    narrow loads room to be rearranged in.
     """
     if element_size == 4:
         return Launch(block_t=16, block_c=32, num_warps=4, num_stages=2)
@@ -85,6 +87,8 @@ def write_project_launch(streams: int, *, element_size: int, wide: bool) -> Laun
         return Launch(block_t=32, block_c=32, num_warps=4, num_stages=2)
     if not wide:
         return Launch(block_t=16, block_c=64, num_warps=4, num_stages=2)
+    if not writes:
+        return Launch(block_t=64, block_c=64, num_warps=4, num_stages=2)
     return Launch(block_t=32, block_c=64, num_warps=4, num_stages=3)
 
 

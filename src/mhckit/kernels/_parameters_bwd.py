@@ -155,7 +155,7 @@ def _finish_phi(
     offsets = p[:, None] * K + k[None, :]
     mask = (p < P)[:, None] & (k < K)[None, :]
     V = tl.zeros((PADDED_ROWS, BLOCK_K), tl.float32)
-    for chunk in range(chunks):
+    for chunk in tl.range(0, chunks, num_stages=4):
         V += load_float(phi_sums + tl.cast(chunk, tl.int64) * P * K, offsets, mask)
     if norm_weight is None:
         store_as(dphi, offsets, V, mask)
@@ -189,7 +189,7 @@ def _finish_logits(pre_sums, more_sums, dscale, dbias, pre_count, more_count, MA
 def _sum_rows(sums, count, columns, width, here, BLOCK_ROWS: tl.constexpr):
     """Sum over the rows of [count, width] for these columns, BLOCK_ROWS at a time."""
     total = tl.zeros((BLOCK_ROWS, columns.shape[0]), tl.float32)
-    for start in range(0, count, BLOCK_ROWS):
+    for start in tl.range(0, count, BLOCK_ROWS, num_stages=4):
         row = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_ROWS)
         total += load_float(sums, row[:, None] * width + columns[None, :], (row < count)[:, None] & here[None, :])
     return tl.sum(total, 0)
