@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
@@ -48,6 +47,16 @@ class Launch:
         return dict(BLOCK_T=self.block_t, BLOCK_C=self.block_c, STAGES=self.num_stages, num_warps=self.num_warps)
 
 
+def cdiv(a: int, b: int) -> int:
+    """Triton's own, as its next_power_of_2, costs microseconds a call."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 def tokens_of(x: Tensor) -> tuple[int, int, int]:
     """T, N, C of streams [..., N, C]."""
     *lead, streams, channels = x.shape
@@ -60,18 +69,18 @@ def loads_are_wide(x: Tensor) -> bool:
 
 
 def row_blocks(rows: int) -> int:
-    return triton.cdiv(rows, ROWS)
+    return cdiv(rows, ROWS)
 
 
 def projection_width(channels: int) -> int:
     """Channels per partial sum: as few slices as PROJECTION_WIDTH allows, of equal width."""
-    slices = triton.cdiv(channels, PROJECTION_WIDTH)
-    return triton.cdiv(triton.cdiv(channels, slices), 64) * 64
+    slices = cdiv(channels, PROJECTION_WIDTH)
+    return cdiv(cdiv(channels, slices), 64) * 64
 
 
 def write_launch(channels: int) -> Launch:
     """`post` forward: about a thousand channels of one token, or of a few tokens where C is small."""
-    block_c = min(triton.next_power_of_2(channels), 1024)
+    block_c = min(power_of_2(channels), 1024)
     return Launch(block_t=max(1, 256 // block_c), block_c=block_c, num_warps=4)
 
 
@@ -126,16 +135,14 @@ def channels_per_thread(launch: Launch) -> int:
 def parameters_bwd_launch(rows: int, *, element_size: int, norm: bool) -> Launch:
     """P: accumulators of 64 rows by BLOCK_C columns per block of rows, so the more rows, the fewer columns."""
     step = 256 if element_size == 2 and not norm else 128
-    return Launch(
-        block_t=32, block_c=max(32, step // triton.next_power_of_2(max(row_blocks(rows), 1))), num_warps=4, num_stages=3
-    )
+    return Launch(block_t=32, block_c=max(32, step // power_of_2(max(row_blocks(rows), 1))), num_warps=4, num_stages=3)
 
 
 def _channel_step(channels: int, most: int) -> int:
     """A power of two, at least what tensor cores want."""
-    return max(16, min(triton.next_power_of_2(channels), most))
+    return max(16, min(power_of_2(channels), most))
 
 
 def sinkhorn_launch(streams: int) -> Launch:
     """Two matrix entries per thread, whatever N."""
-    return Launch(block_t=max(1, 256 // triton.next_power_of_2(streams) ** 2), block_c=1, num_warps=4)
+    return Launch(block_t=max(1, 256 // power_of_2(streams) ** 2), block_c=1, num_warps=4)

@@ -12,11 +12,9 @@ import functools
 import math
 from dataclasses import dataclass
 
-import triton
-
 from mhckit.recipe import Recipe
 
-from ._launch import ROWS, row_blocks
+from ._launch import ROWS, power_of_2, row_blocks
 
 # Steps of Sinkhorn whose matrices the backward keeps in registers; longer iterations are recomputed in segments.
 MAX_SEGMENT_ITERATIONS = 24
@@ -61,9 +59,9 @@ class Math:
         segment = max(k for k in range(1, MAX_SEGMENT_ITERATIONS + 1) if max(self.iterations, 1) % k == 0)
         rows = 0 if self.pre == "given" else self.streams * (1 if self.post == "none" else 2) + self.logits
         derived = dict(
-            padded_streams=triton.next_power_of_2(self.streams),
-            padded_logits=triton.next_power_of_2(max(self.logits, 1)),
-            padded_more=triton.next_power_of_2(max(rows - self.streams, 1)),
+            padded_streams=power_of_2(self.streams),
+            padded_logits=power_of_2(max(self.logits, 1)),
+            padded_more=power_of_2(max(rows - self.streams, 1)),
             flat=self.residual in ("permutation", "logits"),
             rows=rows,
             part_columns=2 * ROWS * row_blocks(rows),

@@ -1,6 +1,6 @@
 """Float32 operands of the backward's dots, packed once per call as bfloat16 high and low parts.
 
-    phi_parts[block, o, c // 32, k, c % 32]     k: high parts of 32 rows of phi w, then low parts; c as `pack_columns` has it
+    phi_parts[block, o, c // 32, k, c % 32]     k: high parts of 32 rows of phi w, then low parts; c by `pack_columns`
     dz_parts[t, part_column(p)]                 where dz does not come from `_read_bwd`, which packs it
 
 Two parts keep 16 bits of mantissa, and tensor cores multiply bfloat16 exactly. Channels beyond C and rows beyond P are
@@ -16,7 +16,7 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import bfloat16_parts, load_float, pack_columns, part_column
-from ._launch import BFLOAT, PHI_BLOCK, ROWS, row_blocks, tokens_of
+from ._launch import BFLOAT, PHI_BLOCK, ROWS, cdiv, power_of_2, row_blocks, tokens_of
 from ._launcher import run
 
 
@@ -52,7 +52,7 @@ def pack_dz_kernel(dz, dz_parts, T, P: tl.constexpr, PADDED: tl.constexpr, WIDTH
 
 def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int, channels_per_thread: int) -> Tensor:
     P, C = phi.shape[0], phi.shape[1] // streams
-    grid = (triton.cdiv(C, PHI_BLOCK), streams, row_blocks(P))
+    grid = (cdiv(C, PHI_BLOCK), streams, row_blocks(P))
     phi_parts = empty(phi, grid[2], streams, grid[0], 2 * ROWS, PHI_BLOCK, dtype=BFLOAT)
     run(
         pack_phi_kernel,
@@ -80,12 +80,12 @@ def pack_dz(dz: Tensor, x: Tensor) -> Tensor:
     width = dz_parts.shape[1]
     run(
         pack_dz_kernel,
-        (triton.cdiv(T, 32),),
+        (cdiv(T, 32),),
         dz,
         dz_parts,
         T,
         P,
-        PADDED=triton.next_power_of_2(P),
+        PADDED=power_of_2(P),
         WIDTH=width,
         BLOCK_T=32,
     )

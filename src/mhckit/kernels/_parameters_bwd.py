@@ -20,7 +20,7 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import channels_exist, load_float, part_column, rounded_product, store_as, sum_parts
-from ._launch import FLOAT, PRECISION, ROWS, TOKEN_CHUNK, parameters_bwd_launch, row_blocks, tokens_of
+from ._launch import FLOAT, PRECISION, ROWS, TOKEN_CHUNK, cdiv, parameters_bwd_launch, power_of_2, row_blocks, tokens_of
 from ._launcher import run
 from ._math import Math
 from ._read_bwd import LogitSums
@@ -126,7 +126,7 @@ def finish_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Add up the slots. The first programs take a block of channels each, of every sum over slots; the last the logits."""
+    """Add up the slots: a block of channels per program, of each of the sums; the last program takes the logits."""
     at = tl.program_id(0) * BLOCK_K
     if phi_sums is not None:
         if at < K:
@@ -207,7 +207,7 @@ def chunk_sums(y: Tensor, dz_parts: Tensor | None, rows: int, norm: tuple[Tensor
     T, N, C = tokens_of(y)
     rows = 0 if dz_parts is None else rows
     chunks, launch = (
-        triton.cdiv(T, TOKEN_CHUNK),
+        cdiv(T, TOKEN_CHUNK),
         parameters_bwd_launch(rows, element_size=y.element_size(), norm=norm is not None),
     )
     sums = PhiSums(
@@ -215,7 +215,7 @@ def chunk_sums(y: Tensor, dz_parts: Tensor | None, rows: int, norm: tuple[Tensor
         None if norm is None else empty(y, chunks, N, C, dtype=FLOAT),
     )
     run(
-        chunk_sums_kernel, (N * triton.cdiv(C, launch.block_c), chunks),
+        chunk_sums_kernel, (N * cdiv(C, launch.block_c), chunks),
         y, dz_parts, *(norm or (None, None)), *sums, T, C, rows,
         N=N, CHUNK=TOKEN_CHUNK, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION, **launch.meta(),
     )  # fmt: skip
@@ -262,14 +262,14 @@ def finish(
     slots = sums.phi if wants_phi else sums.norm
     pre, more = logit_sums or (None, None)
     block = 64
-    programs = triton.cdiv(K if wants_phi else channels if slots is not None or df_sums is not None else 0, block)
+    programs = cdiv(K if wants_phi else channels if slots is not None or df_sums is not None else 0, block)
     run(
         finish_kernel, (programs + (logit_sums is not None),),
         sums.phi, phi, norm_weight, done.phi, done.norm_weight, sums.norm, done.out_norm_weight, df_sums, done.f_bias,
         pre, more, done.scale, done.bias,
         0 if slots is None else slots.shape[0], 0 if df_sums is None else df_sums.shape[0],
         0 if pre is None else pre.shape[0], 0 if more is None else more.shape[0],
-        C=channels, K=K, P=rows, MATH=math, PADDED_ROWS=triton.next_power_of_2(max(rows, 1)), BLOCK_K=block,
+        C=channels, K=K, P=rows, MATH=math, PADDED_ROWS=power_of_2(max(rows, 1)), BLOCK_K=block,
         BLOCK_ROWS=32, num_warps=4,
     )  # fmt: skip
     return done

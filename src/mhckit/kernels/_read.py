@@ -3,11 +3,11 @@
     z = sum_s partial[s]    ms = sum_s square[s] / K    pre, post, H = coefficients(z, ms)
     a[t,c] = sum_i w[t,i] y[t,i,c]          x_in = a,  or with a norm weight g  u a g,  u = 1 / sqrt(mean_c a^2 + eps)
 
-WEIGHTS says which w: "pre" just computed, "given", "first" (stream 0), a constant, or "none" for coefficients alone. Some
-programs compute post and H, which the collapse does not need: Sinkhorn keeps their threads busy while the memory serves
-the others, which compute pre and collapse the rows of a token or a few. Reads y, writes x_in: 10C bytes per token
-for 4 streams of 2-byte activations; with a norm a row stays in registers (beyond MAX_STEPS steps it is read twice, the
-second time from the nearest cache).
+WEIGHTS says which w: "pre" just computed, "given", "first" (stream 0), a constant, or "none" for coefficients alone.
+Some programs compute post and H, which the collapse does not need: Sinkhorn keeps their threads busy while the memory
+serves the others, which compute pre and collapse the rows of a token or a few. Reads y, writes x_in: 10C bytes per
+token for 4 streams of 2-byte activations; with a norm a row stays in registers (beyond MAX_STEPS steps it is read
+twice, the second time from the nearest cache).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import RESIDUAL_TOKENS, Launch, read_launch
+from ._launch import RESIDUAL_TOKENS, Launch, cdiv, read_launch
 from ._launcher import run
 from ._math import Math
 from ._residual import residual_map
@@ -253,11 +253,11 @@ def read(
     alone = isinstance(weights, str) and weights == "none"
     launch = Launch(RESIDUAL_TOKENS, 16, num_warps=4) if alone else read_launch(math.streams, channels)
     separate = not alone and math.rows > math.streams
-    residual_programs = triton.cdiv(tokens, RESIDUAL_TOKENS) if separate else 0
+    residual_programs = cdiv(tokens, RESIDUAL_TOKENS) if separate else 0
     given = isinstance(weights, Tensor)
     splits = 1 if projection is None else projection.z.shape[0]
     run(
-        read_kernel, (residual_programs + triton.cdiv(tokens, launch.block_t),),
+        read_kernel, (residual_programs + cdiv(tokens, launch.block_t),),
         y, *(projection or (None, None)), scale, bias, weights if given else None, norm_weight,
         x_in, pre, post, res if math.logits else None, z, mean_square, u if norm_weight is not None else None,
         tokens, channels, splits, width or float(math.streams * channels), norm_eps, constant, residual_programs,

@@ -47,7 +47,7 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import FLOAT, RESIDUAL_TOKENS, Launch, read_bwd_launch
+from ._launch import FLOAT, RESIDUAL_TOKENS, Launch, cdiv, read_bwd_launch
 from ._launcher import run
 from ._math import Math
 from ._residual import residual_map_backward
@@ -278,7 +278,7 @@ def _collapse_backward(
 
 
 class LogitSums(NamedTuple):
-    """Sums of D and of D z r per program: of the rows of pre [programs, 2, N], and of the others [programs, 2, P - N]."""
+    """Sums of D and of D z r per program: the rows of pre [programs, 2, N], and the others [programs, 2, P - N]."""
 
     pre: Tensor
     more: Tensor | None
@@ -323,8 +323,8 @@ def read_bwd(
     launch = Launch(RESIDUAL_TOKENS, 16, num_warps=4) if alone else read_bwd_launch(math.streams, channels)
     more = math.rows - math.streams
     separate = not alone and more > 0
-    residual_programs = triton.cdiv(tokens, RESIDUAL_TOKENS) if separate else 0
-    programs = triton.cdiv(tokens, launch.block_t)
+    residual_programs = cdiv(tokens, RESIDUAL_TOKENS) if separate else 0
+    programs = cdiv(tokens, launch.block_t)
     k = k_more = sums = None
     if math.rows:
         k = empty(like, tokens, dtype=FLOAT) if math.dynamic else None

@@ -71,7 +71,7 @@ def read_half_bwd(
     u: Tensor | None,
     math: Math,
 ) -> ReadGradients:
-    """Up to where the streams come in. weights: a tensor [T, N], "pre", "first" (stream 0), or "none" without a collapse."""
+    """Up to where the streams come in. weights: a tensor [T, N], "pre", "first" (stream 0), or "none": no collapse."""
     (T, N, C), lead = tokens_of(y), y.shape[:-2]
     phi, scale, bias, norm_weight = parameters
     collapses = dx_in is not None

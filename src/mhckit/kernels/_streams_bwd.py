@@ -42,8 +42,10 @@ from ._launch import (
     PHI_BLOCK,
     ROWS,
     Launch,
+    cdiv,
     channels_per_thread,
     loads_are_wide,
+    power_of_2,
     row_blocks,
     streams_bwd_launch,
     tokens_of,
@@ -347,7 +349,7 @@ def write_streams_bwd(
     gradients = (
         empty(x, *x.shape),
         empty(f, *f.shape),
-        None if f_bias is None else empty(f, triton.cdiv(T, launch.block_t), C, dtype=FLOAT),
+        None if f_bias is None else empty(f, cdiv(T, launch.block_t), C, dtype=FLOAT),
         empty(post, *post.shape),
         None if res is None else empty(res, *res.shape),
     )
@@ -369,9 +371,9 @@ def _launch(
     dots = projection.phi_parts is not None
     # A write-back sums over all channels of a token; a read alone can share them out.
     writes = streams[1] is not None
-    width = 0 if writes else max(launch.block_c, min(512, triton.next_power_of_2(C)))
+    width = 0 if writes else max(launch.block_c, min(512, power_of_2(C)))
     run(
-        streams_bwd_kernel, (triton.cdiv(T, launch.block_t), triton.cdiv(C, width) if width else 1),
+        streams_bwd_kernel, (cdiv(T, launch.block_t), cdiv(C, width) if width else 1),
         g, *collapse, *tensors, *streams, *gradients, T, C, rows,
         N=N, WIDTH=width, ROW_BLOCKS=row_blocks(rows), ROWS=ROWS, PIECE=PHI_BLOCK if dots else launch.block_c,
         FOLD=channels_per_thread(launch) if dots else 8, IN_THREAD=dots or loads_are_wide(like), **launch.meta(),

@@ -4,8 +4,8 @@
     partial[s,t,p] = sum_{k in slice s} y[t,k] phi[p,k] w[k]                 square[s,t] = sum_{k in slice s} y[t,k]^2
 
 Either half can be left out: without f nothing is written and x itself is projected; without phi it is `post`. Slices
-are up to PROJECTION_WIDTH channels of all streams; `_read` adds them up, in order. Reads x and f, writes y: 18C bytes per
-token for 4 streams of 2-byte activations.
+are up to PROJECTION_WIDTH channels of all streams; `_read` adds them up, in order. Reads x and f, writes y: 18C bytes
+per token for 4 streams of 2-byte activations.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ._launch import (
     FLOAT,
     PRECISION,
     ROWS,
+    cdiv,
     loads_are_wide,
     projection_width,
     row_blocks,
@@ -175,7 +176,7 @@ def write(x: Tensor, f: Tensor, f_bias: Tensor | None, post: Tensor, res: Tensor
     T, N, C = tokens_of(x)
     y = empty(x, *x.shape)
     launch = write_launch(C)
-    grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, launch.block_c))
+    grid = (cdiv(T, launch.block_t), cdiv(C, launch.block_c))
     run(
         write_project_kernel, grid,
         x, f, f_bias, post, res, None, None, y, None, None, T, C, 0,
@@ -214,10 +215,10 @@ def _project(
     T, N, C = tokens_of(x)
     P, width, wide = phi.shape[0], projection_width(C), loads_are_wide(x)
     launch = write_project_launch(N, writes=f is not None, element_size=x.element_size(), wide=wide)
-    splits = triton.cdiv(C, width)
+    splits = cdiv(C, width)
     partials = Projection(empty(phi, splits, T, P, dtype=FLOAT), empty(phi, splits, T, dtype=FLOAT))
     run(
-        write_project_kernel, (triton.cdiv(T, launch.block_t), splits),
+        write_project_kernel, (cdiv(T, launch.block_t), splits),
         x, f, f_bias, post, res, phi, norm_weight, y, *partials, T, C, P,
         N=N, WIDTH=width, ROWS=ROWS, ROW_BLOCKS=row_blocks(P), IN_THREAD=wide, PRECISION=PRECISION,
         **launch.meta(),

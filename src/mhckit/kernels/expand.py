@@ -9,7 +9,7 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import channels_exist, load_float, store_as, tokens_of_program
-from ._launch import tokens_of, write_launch
+from ._launch import cdiv, tokens_of, write_launch
 from ._launcher import run
 from ._math import math_of_streams
 from ._read import read
@@ -29,7 +29,7 @@ def broadcast(h: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
     """Fill x [..., N, C] with h [..., C] times factor."""
     T, N, C = tokens_of(x)
     launch = write_launch(C)
-    grid = (triton.cdiv(T, launch.block_t), triton.cdiv(C, launch.block_c))
+    grid = (cdiv(T, launch.block_t), cdiv(C, launch.block_c))
     run(
         broadcast_kernel,
         grid,

@@ -9,7 +9,7 @@ from torch import Tensor
 from mhckit.ops._register import empty, pack
 
 from ._device import load_float, store_as, tokens_of_program
-from ._launch import FLOAT, tokens_of
+from ._launch import FLOAT, cdiv, tokens_of
 from ._launcher import run
 from ._pack import pack_dz
 from ._parameters_bwd import chunk_sums, finish
@@ -39,7 +39,7 @@ def project_fwd(x: Tensor, phi: Tensor, norm_weight: Tensor | None) -> tuple[Ten
     (T, N, C), lead, P = tokens_of(x), x.shape[:-2], phi.shape[0]
     z, mean_square = empty(x, *lead, P, dtype=FLOAT), empty(x, *lead, dtype=FLOAT)
     partials = project_partials(x, phi, norm_weight)
-    grid = (triton.cdiv(T, 32), triton.cdiv(P, 32))
+    grid = (cdiv(T, 32), cdiv(P, 32))
     run(
         _sum_splits_kernel,
         grid,

@@ -11,7 +11,7 @@ from mhckit.recipe import Recipe
 
 from ._coefficients import beside_residual, matrix_index, residual_index
 from ._device import load_float, store_as, tokens_of_program
-from ._launch import FLOAT, sinkhorn_launch
+from ._launch import FLOAT, cdiv, sinkhorn_launch
 from ._launcher import run
 from ._math import math_of
 from ._residual import residual_map, residual_map_backward
@@ -53,7 +53,7 @@ def _launch(logits: Tensor, res: Tensor | None, dres: Tensor | None, dlogits: Te
     tokens = logits.numel() // recipe.residual_logits
     run(
         sinkhorn_kernel,
-        (triton.cdiv(tokens, launch.block_t),),
+        (cdiv(tokens, launch.block_t),),
         logits,
         res,
         dres,
