@@ -73,11 +73,13 @@ def plot(
 def readme(
     results: Annotated[Path, typer.Option(help="JSON lines that `mhckit bench` wrote.")] = _RESULTS,
     path: Annotated[Path, typer.Option(help="The file with the block of results.")] = Path("README.md"),
+    page: Annotated[Path, typer.Option(help="The file with the block of a trace.")] = Path("docs/performance.md"),
 ) -> None:
-    """Write the README's results anew from the committed measurements."""
-    from mhckit.bench.readme import with_results
+    """Write the results in the README and in docs/performance.md anew from the committed measurements."""
+    from mhckit.bench.readme import with_results, with_trace
 
     path.write_text(with_results(path.read_text(), results))
+    page.write_text(with_trace(page.read_text(), results))
 
 
 def main() -> None:

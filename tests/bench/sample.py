@@ -48,8 +48,14 @@ def lines() -> list[dict[str, Any]]:
         {"kind": "trace", **SMALL, "position": 0, "kernel": "Memset (Device)", "microseconds": 1.0, "foreign": True},
         {"kind": "baseline", "baseline": "eager", **SMALL, "direction": "both", "microseconds": 900.0, "launches": 80},
         {"kind": "baseline", "baseline": "liger", **SMALL, "absent": "No module named 'liger_kernel'"},
-        {"kind": "host", "operator": "junction", **SMALL, "direction": "forward", "microseconds": 33.0},
-        {"kind": "cold_start", "operator": "all", **SMALL, "cache": "empty", "seconds": 12.5},
+        *(
+            {"kind": "host", "operator": "junction", **SMALL, "direction": direction, "microseconds": microseconds}
+            for direction, microseconds in (("inference", 22.0), ("forward", 33.0), ("backward", 44.0))
+        ),
+        *(
+            {"kind": "cold_start", "operator": operator, **SMALL, "cache": "empty", "seconds": seconds}
+            for operator, seconds in (("junction", 7.0), ("all", 12.5))
+        ),
         {"kind": "recompilation", **SMALL, "compiled": 0},
         {"kind": "refused", "measurement": "junction, 7 x 7", "reason": "WrongResult: output 0"},
     ]

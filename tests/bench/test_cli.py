@@ -11,7 +11,7 @@ import sample
 import torch
 from typer.testing import CliRunner
 
-from mhckit.bench.readme import BEGIN, END
+from mhckit.bench.readme import BEGIN, END, TRACE_BEGIN, TRACE_END
 from mhckit.bench.results import append_lines
 from mhckit.bench.sections import Section, chosen_sections
 from mhckit.cli import app
@@ -50,10 +50,13 @@ def test_sections() -> None:
 def test_readme(tmp_path: Path) -> None:
     readme, results = tmp_path / "README.md", tmp_path / "results.jsonl"
     readme.write_text(f"{BEGIN}\n{END}\n")
+    page = tmp_path / "page.md"
+    page.write_text(f"{TRACE_BEGIN}\n{TRACE_END}\n")
     append_lines(results, sample.lines())
-    result = CliRunner().invoke(app, ["bench", "readme", "--results", str(results), "--path", str(readme)])
+    options = ["--results", str(results), "--path", str(readme), "--page", str(page)]
+    result = CliRunner().invoke(app, ["bench", "readme", *options])
     assert result.exit_code == 0, result.output
-    assert "Sample GPU" in readme.read_text()
+    assert "Sample GPU" in readme.read_text() and "Memset" in page.read_text()
 
 
 def test_plot(tmp_path: Path) -> None:

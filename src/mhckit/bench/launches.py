@@ -78,4 +78,3 @@ def device_events(run: Callable[[], object]) -> list[DeviceEvent]:
         raise RuntimeError("the profiler saw nothing on the device")
     events.sort(key=lambda event: event.time_range.start)
     return [DeviceEvent(event.name, event.time_range.elapsed_us()) for event in events]
-

@@ -1,4 +1,4 @@
-"""The README's results, written from the committed lines: nothing in that block is typed by hand."""
+"""The results in README and docs, written from the committed lines: nothing in those blocks is typed by hand."""
 
 from __future__ import annotations
 
@@ -9,21 +9,46 @@ from .budgets import DIRECTIONS
 from .results import Line, by_case, case_label, case_of, newest, of_kind, read_lines
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+TRACE_BEGIN, TRACE_END = "<!-- trace: begin -->", "<!-- trace: end -->"
 NOTHING = "No results committed yet."
-_BLOCK = re.compile(re.escape(BEGIN) + r"\n.*?" + re.escape(END), re.DOTALL)
 
 
 def with_results(readme: str, results: Path) -> str:
     """The README with its block of results as the file of results has them."""
     block = results_block(newest(read_lines(results))) if results.exists() else NOTHING
-    written, blocks = _BLOCK.subn(lambda _: f"{BEGIN}\n{block}\n{END}", readme)
+    return _with_block(readme, BEGIN, END, block)
+
+
+def with_trace(page: str, results: Path) -> str:
+    """A page with its block as the profiler's trace of one step has it."""
+    block = trace_block(newest(read_lines(results))) if results.exists() else NOTHING
+    return _with_block(page, TRACE_BEGIN, TRACE_END, block)
+
+
+def _with_block(text: str, begin: str, end: str, block: str) -> str:
+    pattern = re.compile(re.escape(begin) + r"\n.*?" + re.escape(end), re.DOTALL)
+    written, blocks = pattern.subn(lambda _: f"{begin}\n{block}\n{end}", text)
     if blocks != 1:
-        raise ValueError(f"the README must have one block between {BEGIN} and {END}, found {blocks}")
+        raise ValueError(f"there must be one block between {begin} and {end}, found {blocks}")
     return written
 
 
 def results_block(lines: list[Line]) -> str:
-    return "\n\n".join(part for part in (_setting(lines), _sublayer(lines), _kernels(lines)) if part)
+    parts = (_setting(lines), _sublayer(lines), _kernels(lines), _host(lines))
+    return "\n\n".join(part for part in parts if part)
+
+
+def trace_block(lines: list[Line]) -> str:
+    """Everything that one step of the first case does on the device, in order."""
+    trace = of_kind(lines, "trace")
+    if not trace:
+        return NOTHING
+    case = case_of(trace[0])
+    of_case = [line for line in trace if case_of(line) == case]
+    rows = [[f"`{line['kernel']}`", f"{line['microseconds']:.1f}"] for line in of_case]
+    rows.append(["sum", f"{sum(line['microseconds'] for line in of_case):.1f}"])
+    heading = f"One junction, forward and backward, {case_label(case)}, commit {trace[0]['commit']}:"
+    return f"{heading}\n\n{_markdown(['on the device', 'us'], rows)}"
 
 
 def _setting(lines: list[Line]) -> str:
@@ -62,6 +87,19 @@ def _kernels(lines: list[Line]) -> str:
     of_case = [line for line in measured if case_of(line) == case]
     rows = [[line["kernel"], _time_and_part(line), f"{line['floor_microseconds']:.0f}"] for line in of_case]
     return _markdown([f"kernel, {case_label(case)}", "us", "its bytes at the ceiling, us"], rows)
+
+
+def _host(lines: list[Line]) -> str:
+    """What a call costs the host, and the first calls of a process."""
+    times = {line["direction"]: line["microseconds"] for line in of_kind(lines, "host", operator="junction")}
+    cold = {line["operator"]: line["seconds"] for line in of_kind(lines, "cold_start", cache="empty")}
+    if not times or not cold:
+        return ""
+    return (
+        f"Host time of a junction in eager mode: forward {times['forward']:.0f} us, backward "
+        f"{times['backward']:.0f} us, without gradients {times['inference']:.0f} us. From an empty cache, the first junction of a size takes "
+        f"{cold['junction']:.0f} s to compile, forward and backward; with all other operators, {cold['all']:.0f} s."
+    )
 
 
 def _time_and_part(line: Line) -> str:

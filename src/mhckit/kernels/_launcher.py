@@ -17,7 +17,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-_OPTIONS = ("num_warps", "num_stages")
+from . import _autotune
+
 _INT32_MAX = 2**31 - 1
 
 # Tools that look at launches put a function here; it gets (kernel, grid, args, constants) in place of the launch.
@@ -52,6 +53,8 @@ def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants
     if compiled is None:
         if 0 in grid:
             return
+        if _autotune.is_enabled():
+            constants = _autotune.tuned(kernel, grid, args, constants)
         _compiled[key] = _compile(kernel, kernel[grid](*args, **constants), args, constants)
         return
     width, height, depth = (*grid, 1, 1)[:3]

@@ -16,8 +16,9 @@ from mhckit.recipe import Recipe
 
 from ._launch import ROWS, power_of_2, row_blocks
 
-# Steps of Sinkhorn whose matrices the backward keeps in registers; longer iterations are recomputed in segments.
-MAX_SEGMENT_ITERATIONS = 24
+# Iterations of Sinkhorn whose matrices the backward keeps in registers. They are unrolled: more take longer to compile
+# and more registers, fewer are run again more often.
+SEGMENT_ITERATIONS = 10
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -56,7 +57,7 @@ class Math:
     round_mix: bool = False
 
     def __post_init__(self) -> None:
-        segment = max(k for k in range(1, MAX_SEGMENT_ITERATIONS + 1) if max(self.iterations, 1) % k == 0)
+        segment = min(max(self.iterations, 1), SEGMENT_ITERATIONS)
         rows = 0 if self.pre == "given" else self.streams * (1 if self.post == "none" else 2) + self.logits
         derived = dict(
             padded_streams=power_of_2(self.streams),
@@ -66,7 +67,7 @@ class Math:
             rows=rows,
             part_columns=2 * ROWS * row_blocks(rows),
             segment_iterations=segment,
-            segments=self.iterations // segment,
+            segments=-(-self.iterations // segment),
             log_eps=math.log(self.eps) if self.eps else -math.inf,
         )
         for name, value in derived.items():

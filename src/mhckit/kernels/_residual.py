@@ -2,7 +2,7 @@
 
 Matrices are [tokens, S, S] as the recipe stores them, padded to a power of two with `valid` false (R = 0) outside. MATH
 is a `_math.Math`. The formulas and the reasons for log space are in ops/sinkhorn.py. The backward runs the iteration
-again and keeps the matrix after each step in registers: nothing of it goes through memory.
+again, a segment at a time, and keeps the matrix after each step in registers: nothing of it goes through memory.
 """
 
 import triton
@@ -44,21 +44,28 @@ def residual_map_backward(dmatrix, logits, valid, MATH: tl.constexpr):
 
 @triton.jit
 def _iterate_backward(dmatrix, logits, valid, MATH: tl.constexpr):
+    """In segments from the last: each is run again from the start, its matrices are kept, and it is gone back through.
+
+    A segment may reach beyond the last iteration: its steps there change nothing, forward or backward.
+    """
     start = _start(logits, valid, MATH)
     LENGTH: tl.constexpr = 2 * MATH.segment_iterations
     dlog = dmatrix if MATH.segments > 0 else rounded_product(dmatrix, start)
     for segment in range(MATH.segments):
+        first = (MATH.segments - 1 - segment) * MATH.segment_iterations
         state = start
-        for _ in range((MATH.segments - 1 - segment) * MATH.segment_iterations):
+        for _ in range(first):
             state, _w = _first_step(state, valid, MATH)
             state, _w = _second_step(state, valid, MATH)
         history = ()
         for step in tl.static_range(LENGTH):
             if step % 2 == 0:
-                state, divided = _first_step(state, valid, MATH)
+                after, divided = _first_step(state, valid, MATH)
             else:
-                state, divided = _second_step(state, valid, MATH)
-            history = history + (divided,)
+                after, divided = _second_step(state, valid, MATH)
+            runs = first + step // 2 < MATH.iterations
+            state = tl.where(runs, after, state)
+            history = history + (tl.where(runs, divided, 0.0),)
         last = rounded_product(dmatrix, tl.exp(state) if MATH.log_space else state)
         dlog = tl.where(segment == 0, last, dlog)
         for step in tl.static_range(LENGTH):

@@ -1,0 +1,73 @@
+"""A search for the launch parameters that no result depends on: opt-in, by ``MHCKIT_AUTOTUNE=1``.
+
+The heuristics of `_launch` come from one GPU. On another, the number of loop steps in flight may be worth a search: it
+changes neither the tiles nor the order of sums, so results keep their bits. The first launch of a kernel then times
+each candidate on its own arguments, and what was found is kept on disk, beside Triton's compiled kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.testing import do_bench
+
+CANDIDATES = (1, 2, 3, 4)
+
+
+def is_enabled() -> bool:
+    return os.environ.get("MHCKIT_AUTOTUNE") == "1" and not torch.cuda.is_current_stream_capturing()
+
+
+def tuned(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> dict[str, Any]:
+    """constants, with STAGES the fastest of the candidates that the device can run."""
+    if "STAGES" not in constants:
+        return constants
+    key = _describe(kernel, args, constants)
+    found = _load()
+    if key not in found:
+        times = {stages: _time(kernel, grid, args, constants | {"STAGES": stages}) for stages in CANDIDATES}
+        found = _load() | {key: min(times, key=times.__getitem__)}
+        _save(found)
+    return constants | {"STAGES": found[key]}
+
+
+def _time(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> float:
+    """Milliseconds; infinite where the candidate needs more shared memory than there is."""
+    try:
+        return do_bench(lambda: kernel[grid](*args, **constants), warmup=5, rep=20, return_mode="median")
+    except triton.runtime.errors.OutOfResources:
+        return float("inf")
+
+
+def _describe(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> str:
+    """What the choice may depend on, the number of tokens not among it."""
+    kinds = [str(arg.dtype) if isinstance(arg, torch.Tensor) else str(arg is None) for arg in args]
+    fixed = [f"{name}={value}" for name, value in zip(kernel.arg_names, args, strict=False) if name in ("C", "P")]
+    rest = [f"{name}={value}" for name, value in constants.items() if name != "STAGES"]
+    return " ".join([torch.cuda.get_device_name(), triton.__version__, kernel.__name__, *kinds, *fixed, *rest])
+
+
+def _path() -> Path:
+    return Path(knobs.cache.dir) / "mhckit-autotune.json"
+
+
+def _load() -> dict[str, int]:
+    try:
+        return json.loads(_path().read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def _save(found: dict[str, int]) -> None:
+    """Replaced in one step: another process sees the old file or the new one."""
+    _path().parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=_path().parent, delete=False) as file:
+        json.dump(found, file, indent=1)
+    Path(file.name).replace(_path())

@@ -1,0 +1,96 @@
+"""What a launch is told apart by, and the opt-in search for launch parameters; both without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton import knobs
+from triton.language import constexpr
+from triton.runtime.jit import JITFunction
+
+from mhckit.kernels import _autotune, _launcher
+
+
+def _scale(x, y, T, factor, N: constexpr, STAGES: constexpr):
+    """Stands for a kernel; never compiled."""
+
+
+KERNEL = JITFunction(_scale, do_not_specialize=["T"])
+X = torch.ones(3)
+
+
+def _key(*args: object) -> list[object]:
+    return _launcher._kinds(KERNEL, args)
+
+
+def test_a_launch_is_known_by_what_compilation_depends_on() -> None:
+    known = _key(X, None, 5, 2.0, 4)
+    assert _key(torch.zeros(7), None, 6, 2.0, 4) == known, "neither values nor the number of tokens matter"
+    assert _key(X.bfloat16(), None, 5, 2.0, 4) != known
+    assert _key(X, X, 5, 2.0, 4) != known
+    assert _key(X, None, 2**31, 2.0, 4) != known, "a count of 64 bits is another type"
+    assert _key(X, None, 5, 2.0, 2) != known
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """A device on which three steps in flight are fastest and four do not fit; records what was timed."""
+    tried: list[int] = []
+
+    def time(kernel, grid, args, constants) -> float:
+        tried.append(constants["STAGES"])
+        return {1: 5.0, 2: 3.0, 3: 2.0, 4: float("inf")}[constants["STAGES"]]
+
+    monkeypatch.setattr(_autotune, "_time", time)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    return tried
+
+
+def _tuned(*, N: int = 4, tokens: int = 5) -> dict:
+    return _autotune.tuned(KERNEL, (1,), (X, None, tokens, 2.0), {"N": N, "STAGES": 2, "num_warps": 4})
+
+
+def test_the_fastest_candidate_is_kept_on_disk(timed: list[int], tmp_path: Path) -> None:
+    assert _tuned() == {"N": 4, "STAGES": 3, "num_warps": 4}
+    assert sorted(timed) == [1, 2, 3, 4]
+    timed.clear()
+    assert _tuned(tokens=77)["STAGES"] == 3
+    assert timed == [], "found before, for any number of tokens"
+    assert _tuned(N=8)["STAGES"] == 3 and timed, "another kernel is searched for anew"
+    (file,) = (tmp_path / "cache").iterdir()
+    assert list(json.loads(file.read_text()).values()) == [3, 3]
+
+
+def test_a_damaged_file_is_searched_for_again(timed: list[int], tmp_path: Path) -> None:
+    _tuned()
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_text("{")
+    timed.clear()
+    assert _tuned()["STAGES"] == 3 and timed
+
+
+def test_nothing_to_choose_is_left_alone(timed: list[int]) -> None:
+    assert _autotune.tuned(KERNEL, (1,), (X,), {"num_warps": 4}) == {"num_warps": 4}
+    assert timed == []
+
+
+def test_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.delenv("MHCKIT_AUTOTUNE", raising=False)
+    assert not _autotune.is_enabled()
+    monkeypatch.setenv("MHCKIT_AUTOTUNE", "1")
+    assert _autotune.is_enabled()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not _autotune.is_enabled(), "a graph being captured cannot be timed"
+
+
+def test_an_observer_takes_the_place_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = SimpleNamespace(launches=[])
+    monkeypatch.setattr(_launcher, "observer", lambda *launch: seen.launches.append(launch))
+    _launcher.run(KERNEL, (2, 3), X, None, 5, 2.0, N=4, STAGES=2)
+    assert seen.launches == [(KERNEL, (2, 3), (X, None, 5, 2.0), {"N": 4, "STAGES": 2})]
