@@ -125,7 +125,7 @@ def from_columns(columns, COUNT: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def bfloat16_parts(wide):
-    """Two bfloat16 tensors whose sum keeps 16 bits of the mantissa of wide: its error is at most 2^-18 of it."""
+    """Two bfloat16 tensors whose sum is wide to within 2^-16 of it."""
     high = wide.to(tl.bfloat16)
     return high, (wide - high.to(tl.float32)).to(tl.bfloat16)
 
