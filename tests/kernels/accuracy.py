@@ -6,7 +6,9 @@ sums over tokens end in a handful of numbers, whose errors are a matter of luck 
 
 float32 results (coefficients, gradients of parameters) may instead have a relative error of 2e-5: phi and dz are
 multiplied as two bfloat16 parts, which keep 2^-16 of a value, and tensor cores cut off bits as they accumulate where
-torch's float32 products round. For float32 streams the tests ask for 1e-5.
+torch's float32 products round. What the parts of phi alone do to a result, worked out in float64, is allowed too:
+sums over tokens that almost cancel, such as the gradient of scale, show more of it. For float32 streams the tests ask
+for 1e-5.
 """
 
 from __future__ import annotations
@@ -57,11 +59,12 @@ def assert_accurate(call: Call, *, relative: float | None = None) -> None:
     """See the module; `relative` bounds the relative error of every result as well."""
     got = run(call, "triton")
     exact = run(call.to(lambda tensor: tensor.double()), "reference")
+    in_parts = run(_with_phi_in_parts(call).to(lambda tensor: tensor.double()), "reference")
     torchs = [_run_in_order(call, order) for order in range(ORDERS)]
     assert got.keys() == exact.keys()
     for name, value in got.items():
         assert value.dtype == torchs[0][name].dtype and value.shape == exact[name].shape, name
-        allowed = 2 * max(_error(results[name], exact[name]) for results in torchs)
+        allowed = 2 * max(_error(results[name], exact[name]) for results in (*torchs, in_parts))
         allowed += torch.finfo(value.dtype).eps * (float(exact[name].abs().max()) if value.numel() else 0)
         error, ratio = _error(value, exact[name]), relative_error(value, exact[name])
         close = value.dtype == torch.float32 and ratio <= FLOAT32_RELATIVE
@@ -70,6 +73,18 @@ def assert_accurate(call: Call, *, relative: float | None = None) -> None:
         )
         if relative is not None:
             assert ratio <= relative, name
+
+
+def _with_phi_in_parts(call: Call) -> Call:
+    """The call in float64 with phi (times the weight over its columns) as the sum of its bfloat16 parts."""
+    tensors = dict(call.tensors)
+    for name in {"phi", "fn"} & tensors.keys():
+        weight = tensors["norm_weight"].double() if "norm_weight" in tensors else 1.0
+        product = (tensors[name].double() * weight).float()
+        high = product.bfloat16()
+        low = (product - high.float()).bfloat16()
+        tensors[name] = (high.double() + low.double()) / weight
+    return Call(call.operator, call.recipe, tensors)
 
 
 def _run_in_order(call: Call, seed: int) -> dict[str, Tensor]:

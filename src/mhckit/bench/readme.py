@@ -98,8 +98,8 @@ def _host(lines: list[Line]) -> str:
     return (
         f"Host time of a junction in eager mode: forward {times['forward']:.0f} us, backward "
         f"{times['backward']:.0f} us, without gradients {times['inference']:.0f} us. From an empty cache, the first "
-        f"junction of a size takes {cold['junction']:.0f} s to compile, forward and backward; with all other operators, "
-        f"{cold['all']:.0f} s."
+        f"junction of a size takes {cold['junction']:.0f} s to compile, forward and backward; with all other "
+        f"operators, {cold['all']:.0f} s."
     )
 
 
