@@ -30,8 +30,8 @@ PHI_BLOCK = 32
 PROJECTION_WIDTH = 2048
 # Tokens per partial sum of a parameter's gradient.
 TOKEN_CHUNK = 2048
-# Tokens whose residual maps one program computes: a few matrix entries per thread, for the backward's history.
-RESIDUAL_TOKENS = 8
+# Tokens whose residual maps one program computes: the backward keeps a history of each matrix entry in registers.
+RESIDUAL_TOKENS, RESIDUAL_TOKENS_BWD = 32, 8
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def write_project_launch(streams: int, *, writes: bool, element_size: int, wide:
     if element_size == 4:
         return Launch(block_t=16, block_c=32, num_warps=4, num_stages=2)
     if streams > 4:
-        return Launch(block_t=32, block_c=32, num_warps=4, num_stages=2)
+        return Launch(block_t=64, block_c=32, num_warps=8, num_stages=2)
     if not wide:
         return Launch(block_t=16, block_c=64, num_warps=4, num_stages=2)
     if not writes:

@@ -18,7 +18,7 @@ from ._launch import ROWS, power_of_2, row_blocks
 
 # Iterations of Sinkhorn whose matrices the backward keeps in registers. They are unrolled: more take longer to compile
 # and more registers, fewer are run again more often.
-SEGMENT_ITERATIONS = 10
+SEGMENT_ITERATIONS = 20
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -62,7 +62,6 @@ class Math:
         derived = dict(
             padded_streams=power_of_2(self.streams),
             padded_logits=power_of_2(max(self.logits, 1)),
-            padded_more=power_of_2(max(rows - self.streams, 1)),
             flat=self.residual in ("permutation", "logits"),
             rows=rows,
             part_columns=2 * ROWS * row_blocks(rows),

@@ -25,6 +25,9 @@ from ._launcher import run
 from ._math import Math
 from ._read_bwd import LogitSums
 
+# Programs that share the sums over logits: pre, post, the bias and the scale of the residual map.
+LOGIT_PARTS = 4
+
 
 @triton.jit(do_not_specialize=["T"])
 def chunk_sums_kernel(
@@ -126,7 +129,7 @@ def finish_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Add up the slots: a block of channels per program, of each of the sums; the last program takes the logits."""
+    """Add up the slots: a block of channels per program, of each of the sums; the last LOGIT_PARTS take the logits."""
     at = tl.program_id(0) * BLOCK_K
     if phi_sums is not None:
         if at < K:
@@ -141,8 +144,8 @@ def finish_kernel(
             c = at + tl.arange(0, BLOCK_K)
             store_as(df_bias, c, _sum_rows(df_sums, df_count, c, C, c < C, BLOCK_ROWS), c < C)
     if dbias is not None:
-        if tl.program_id(0) == tl.num_programs(0) - 1:
-            _finish_logits(pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH)
+        part = tl.num_programs(0) - 1 - tl.program_id(0)
+        _finish_logits(part, pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH, BLOCK_ROWS)
 
 
 @triton.jit
@@ -166,23 +169,32 @@ def _finish_phi(
 
 
 @triton.jit
-def _finish_logits(pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH: tl.constexpr):
-    """dbias and dscale from the sums of D and of D z r per program of `_read_bwd`."""
+def _finish_logits(
+    part, pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH: tl.constexpr, BLOCK_ROWS: tl.constexpr
+):
+    """dbias and dscale from the sums of D and of D z r per program of `_read_bwd`; LOGIT_PARTS programs share them."""
     N: tl.constexpr = MATH.streams
     MORE: tl.constexpr = MATH.rows - N
-    n = tl.arange(0, 2 * MATH.padded_streams)
-    total = _sum_rows(pre_sums, pre_count, n, 2 * N, n < 2 * N, 2048 // MATH.padded_streams)
-    store_as(dbias, n, total, n < N)
-    if MATH.dynamic:
-        store_as(dscale, 0, tl.sum(tl.where(n >= N, total, 0.0), 0), True)
-    if MORE > 0:
-        p = tl.arange(0, 2 * MATH.padded_more)
-        more = _sum_rows(more_sums, more_count, p, 2 * MORE, p < 2 * MORE, 2048 // MATH.padded_more)
-        store_as(dbias, N + p, more, p < MORE)
+    n = tl.arange(0, MATH.padded_streams)
+    if part == 0:
+        store_as(dbias, n, _sum_rows(pre_sums, pre_count, n, 2 * N, n < N, BLOCK_ROWS), n < N)
         if MATH.dynamic:
-            store_as(dscale, 1, tl.sum(tl.where((p >= MORE) & (p < MORE + N), more, 0.0), 0), True)
-            if MATH.logits > 0:
-                store_as(dscale, 2, tl.sum(tl.where(p >= MORE + N, more, 0.0), 0), True)
+            store_as(dscale, 0, tl.sum(_sum_rows(pre_sums + N, pre_count, n, 2 * N, n < N, BLOCK_ROWS), 0), True)
+    if MORE > 0:
+        if part == 1:
+            store_as(dbias, N + n, _sum_rows(more_sums, more_count, n, 2 * MORE, n < N, BLOCK_ROWS), n < N)
+            if MATH.dynamic:
+                inner = _sum_rows(more_sums + MORE, more_count, n, 2 * MORE, n < N, BLOCK_ROWS)
+                store_as(dscale, 1, tl.sum(inner, 0), True)
+    if MATH.logits > 0:
+        p = tl.arange(0, MATH.padded_logits)
+        if part == 2:
+            total = _sum_rows(more_sums + N, more_count, p, 2 * MORE, p < MATH.logits, BLOCK_ROWS)
+            store_as(dbias, 2 * N + p, total, p < MATH.logits)
+        if MATH.dynamic:
+            if part == 3:
+                inner = _sum_rows(more_sums + MORE + N, more_count, p, 2 * MORE, p < MATH.logits, BLOCK_ROWS)
+                store_as(dscale, 2, tl.sum(inner, 0), True)
 
 
 @triton.jit
@@ -264,12 +276,12 @@ def finish(
     block = 64
     programs = cdiv(K if wants_phi else channels if slots is not None or df_sums is not None else 0, block)
     run(
-        finish_kernel, (programs + (logit_sums is not None),),
+        finish_kernel, (programs + (LOGIT_PARTS if logit_sums else 0),),
         sums.phi, phi, norm_weight, done.phi, done.norm_weight, sums.norm, done.out_norm_weight, df_sums, done.f_bias,
         pre, more, done.scale, done.bias,
         0 if slots is None else slots.shape[0], 0 if df_sums is None else df_sums.shape[0],
         0 if pre is None else pre.shape[0], 0 if more is None else more.shape[0],
         C=channels, K=K, P=rows, MATH=math, PADDED_ROWS=power_of_2(max(rows, 1)), BLOCK_K=block,
-        BLOCK_ROWS=32, num_warps=4,
+        BLOCK_ROWS=128, num_warps=4,
     )  # fmt: skip
     return done

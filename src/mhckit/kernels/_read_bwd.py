@@ -47,7 +47,7 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import FLOAT, RESIDUAL_TOKENS, Launch, cdiv, read_bwd_launch
+from ._launch import FLOAT, RESIDUAL_TOKENS_BWD, Launch, cdiv, read_bwd_launch
 from ._launcher import run
 from ._math import Math
 from ._residual import residual_map_backward
@@ -320,10 +320,10 @@ def read_bwd(
     weights: a tensor [T, N], or what WEIGHTS may be; dz: where it goes, packed if it holds bfloat16.
     """
     alone = isinstance(weights, str) and weights == "none"
-    launch = Launch(RESIDUAL_TOKENS, 16, num_warps=4) if alone else read_bwd_launch(math.streams, channels)
+    launch = Launch(RESIDUAL_TOKENS_BWD, 16, num_warps=4) if alone else read_bwd_launch(math.streams, channels)
     more = math.rows - math.streams
     separate = not alone and more > 0
-    residual_programs = cdiv(tokens, RESIDUAL_TOKENS) if separate else 0
+    residual_programs = cdiv(tokens, RESIDUAL_TOKENS_BWD) if separate else 0
     programs = cdiv(tokens, launch.block_t)
     k = k_more = sums = None
     if math.rows:
@@ -339,6 +339,6 @@ def read_bwd(
         y, dx_in, *dmix, z, mean_square, scale, bias, weights if given else None, norm_weight, u,
         dz, k, k_more, read_weights, norm_share, dweights, *(sums or (None, None)), tokens, channels, k_factor,
         residual_programs, MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate,
-        RESIDUAL_T=RESIDUAL_TOKENS, **launch.meta(),
+        RESIDUAL_T=RESIDUAL_TOKENS_BWD, **launch.meta(),
     )  # fmt: skip
     return CoefficientGradients(dz, k, k_more, sums)

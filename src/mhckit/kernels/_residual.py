@@ -63,9 +63,12 @@ def _iterate_backward(dmatrix, logits, valid, MATH: tl.constexpr):
                 after, divided = _first_step(state, valid, MATH)
             else:
                 after, divided = _second_step(state, valid, MATH)
-            runs = first + step // 2 < MATH.iterations
-            state = tl.where(runs, after, state)
-            history = history + (tl.where(runs, divided, 0.0),)
+            if MATH.iterations % MATH.segment_iterations != 0:
+                runs = first + step // 2 < MATH.iterations
+                after = tl.where(runs, after, state)
+                divided = tl.where(runs, divided, 0.0)
+            state = after
+            history = history + (divided,)
         last = rounded_product(dmatrix, tl.exp(state) if MATH.log_space else state)
         dlog = tl.where(segment == 0, last, dlog)
         for step in tl.static_range(LENGTH):
