@@ -15,6 +15,7 @@ from triton.testing import do_bench
 
 COPIED_ELEMENTS = 1 << 30
 CALLS_IN_FLIGHT = 8
+WARM_UP = 3
 
 
 def copy_ceiling() -> float:
@@ -31,6 +32,24 @@ def median_microseconds(run: Callable[[], object], rep: int = 50) -> float:
     """
     milliseconds: Any = do_bench(run, rep=rep, return_mode="median")
     return 1e3 * milliseconds
+
+
+def graph_microseconds(prepare: Callable[[], Callable[[], object]], rep: int = 50) -> float:
+    """Time of a call's work on the device alone: captured as a CUDA graph and replayed, with a cold L2 cache.
+
+    ``prepare`` returns the call; both run on the stream that is captured, where autograd also runs the backward of
+    what was computed there.
+    """
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run = prepare()
+        for _ in range(WARM_UP):
+            run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return median_microseconds(graph.replay, rep)
 
 
 def host_microseconds(run: Callable[[], object], repeats: int = 200) -> float:

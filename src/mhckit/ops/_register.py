@@ -138,7 +138,7 @@ class Operator(torch.autograd.Function):
         """``apply``, without its binding of arguments, which serves torch.func's transforms, where there are none."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return cls.apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
