@@ -49,6 +49,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+# A few registers, as J spills with a norm and a bias.
+STACK_ALLOWED = 128
 INSTRUCTIONS = ("FFMA", "FMUL", "FADD", "MUFU", "HMMA", "HGMMA", "SHFL", "LDG", "STG", "LDL", "STL", "BAR")
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -289,11 +291,11 @@ def work(listed: list[Configuration]) -> list[tuple[Launch, str]]:
 
 
 def problems(launch: Launch, compiled: Compiled) -> list[str]:
-    """What is not as it must be: shared memory, sums across threads, and for 4 streams of bfloat16 on sm_90 spills."""
+    """What is not as it must be: shared memory, sums across threads, and on the fast path spills."""
     found = []
     if compiled.shared > SHARED_MEMORY[compiled.target]:
         found.append(f"{compiled.shared} bytes of shared memory, more than {SHARED_MEMORY[compiled.target]}")
-    if compiled.target == "sm_90" and compiled.stack and _is_fast_path(launch):
+    if compiled.target == "sm_90" and (compiled.stack or 0) > STACK_ALLOWED and _is_fast_path(launch):
         found.append(f"{compiled.stack} bytes of stack: registers are spilled")
     if compiled.fused_sums:
         found.append(f"{compiled.fused_sums} products are fused into sums across threads")
@@ -301,10 +303,11 @@ def problems(launch: Launch, compiled: Compiled) -> list[str]:
 
 
 def _is_fast_path(launch: Launch) -> bool:
+    """4 streams of bfloat16, and channels that are loaded 16 bytes at a time."""
     constants, types = dict(launch.constants), dict(launch.signature)
     streams = constants["MATH"].streams if "MATH" in constants else constants.get("N", 4)
     activation = next((types[name] for name in ("x", "y", "g") if types.get(name, "constexpr") != "constexpr"), "*bf16")
-    return streams == 4 and activation == "*bf16"
+    return streams == 4 and activation == "*bf16" and constants.get("C", 8) % 8 == 0
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -1,7 +1,7 @@
 """The whole sublayer as one operator: time beside its byte budget, launches, and memory.
 
-Times cover all launches of a call on the device, as a replayed CUDA graph: in a model the host runs ahead of the device,
-here it would be the first to be waited for. Its own time is measured in host.py.
+Times cover all launches of a call on the device, as a replayed CUDA graph: in a model the host runs ahead of the
+device, here it would be the first to be waited for. Its own time is measured in host.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .budgets import beside_floor, junction_bytes
+from .budgets import DIRECTIONS, beside_floor, junction_bytes
 from .cases import Case
 from .correctness import CHECKED_TOKENS, check
 from .launches import device_events
@@ -27,10 +27,10 @@ def measure_junction(case: Case, ceiling: float, rep: int) -> list[dict[str, Any
 
 def _times(step: Step, case: Case, ceiling: float, rep: int) -> list[dict[str, Any]]:
     lines = []
-    for direction, run in step.directions().items():
-        microseconds = graph_microseconds(lambda direction=direction: step.directions()[direction], rep)
+    for direction in DIRECTIONS:
+        microseconds = graph_microseconds(lambda d=direction: Step(mhckit_outputs, step.call).directions()[d], rep)
         floor = beside_floor(microseconds, junction_bytes(direction, case), ceiling)
-        launches = len(device_events(run))
+        launches = len(device_events(step.directions()[direction]))
         lines.append({"kind": "junction", **case.facts(), "direction": direction, **floor, "launches": launches})
     return lines
 

@@ -47,7 +47,7 @@ def graph_microseconds(prepare: Callable[[], Callable[[], object]], rep: int = 5
         for _ in range(WARM_UP):
             run()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         run()
     return median_microseconds(graph.replay, rep)
 

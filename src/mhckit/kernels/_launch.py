@@ -3,7 +3,7 @@
 They are functions of N, P, C and the dtype alone, never of the number of tokens: a token's result must not depend on
 its batch, and a new batch size must not compile anything. Their sources are measurements on an H200
 (benchmarks/results/junction.jsonl, and the attempts in docs/performance.md) and the compiler: for 4 streams of bfloat16
-on sm_90 none spills registers (`make sass`; CI holds them to it).
+on sm_90 registers are not spilled, or a few with all options (`make sass`; CI holds them to it).
 
 Two facts decide most of them. A row of a tile should be 128 bytes or more: at 64, half of the memory's speed is lost,
 whatever else is done. And a program waits for its loads together, so several small programs per multiprocessor hide
@@ -31,7 +31,7 @@ PROJECTION_WIDTH = 2048
 # Tokens per partial sum of a parameter's gradient.
 TOKEN_CHUNK = 2048
 # Tokens whose residual maps one program computes: the backward keeps a history of each matrix entry in registers.
-RESIDUAL_TOKENS, RESIDUAL_TOKENS_BWD = 32, 8
+RESIDUAL_TOKENS, RESIDUAL_TOKENS_BWD = 16, 8
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,14 @@ def write_launch(channels: int) -> Launch:
     return Launch(block_t=max(1, 256 // block_c), block_c=block_c, num_warps=4)
 
 
-def write_project_launch(streams: int, *, writes: bool, element_size: int, wide: bool) -> Launch:
+def write_project_launch(streams: int, rows: int, *, writes: bool, element_size: int, wide: bool) -> Launch:
     """F1; the projection alone has registers to spare for more tokens, which share a load of phi.
 
     More streams: phi's tiles take the shared memory, the streams the registers. float32 needs three products, and
-    narrow loads room to be rearranged in.
+    narrow loads room to be rearranged in. Beyond a hundred rows or so nothing of phi is in flight: it would not fit.
     """
+    if streams * row_blocks(rows) > 24:
+        return Launch(block_t=16, block_c=32, num_warps=4, num_stages=1)
     if element_size == 4:
         return Launch(block_t=16, block_c=32, num_warps=4, num_stages=2)
     if streams > 4:
@@ -112,19 +114,21 @@ def read_bwd_launch(streams: int, channels: int) -> Launch:
     return Launch(block_t=4, block_c=_channel_step(channels, 256), num_warps=4, num_stages=3 if streams <= 4 else 2)
 
 
-def streams_bwd_launch(streams: int, channels: int, *, dots: bool, sums_df: bool = False) -> Launch:
+def streams_bwd_launch(streams: int, channels: int, *, rows: int = 0, sums_df: bool = False) -> Launch:
     """J: with dots 32 tokens, whose high and low parts fill a warp group's tile; without, the tile of `post`, unless
     df is to be summed over the tokens of each program: the more tokens, the fewer partial sums.
 
-    A thread holds the N^2 + 2N coefficients of a token and as many sums; more streams leave room for fewer channels.
+    A thread holds the N^2 + 2N coefficients of a token and as many sums; more streams leave room for fewer channels,
+    and more rows of phi than one block none for loads in flight.
     """
+    dots = rows > 0
     if not dots and sums_df:
         return Launch(block_t=16, block_c=_channel_step(channels, 64), num_warps=4)
     if not dots:
         return Launch(block_t=1, block_c=_channel_step(channels, 1024 if streams <= 4 else 512), num_warps=4)
     if streams > 4:
         return Launch(block_t=32, block_c=32, num_warps=8, num_stages=1)
-    return Launch(block_t=32, block_c=64 if channels > 32 else 32, num_warps=4)
+    return Launch(block_t=32, block_c=64 if channels > 32 else 32, num_warps=4, num_stages=2 if rows <= ROWS else 1)
 
 
 def channels_per_thread(launch: Launch) -> int:

@@ -158,7 +158,7 @@ def _finish_phi(
     offsets = p[:, None] * K + k[None, :]
     mask = (p < P)[:, None] & (k < K)[None, :]
     V = tl.zeros((PADDED_ROWS, BLOCK_K), tl.float32)
-    for chunk in tl.range(0, chunks, num_stages=4):
+    for chunk in tl.range(0, chunks, num_stages=4 if PADDED_ROWS <= 64 else 1):
         V += load_float(phi_sums + tl.cast(chunk, tl.int64) * P * K, offsets, mask)
     if norm_weight is None:
         store_as(dphi, offsets, V, mask)

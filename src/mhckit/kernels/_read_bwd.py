@@ -90,7 +90,7 @@ def read_bwd_kernel(
     N: tl.constexpr = MATH.streams
     PADDED: tl.constexpr = MATH.padded_streams
     MORE: tl.constexpr = MATH.rows - N
-    is_residual, program = role_of_program(residual_programs)
+    is_residual, program = role_of_program(residual_programs, SPREAD=True)
     if not is_residual:
         t = program * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < T

@@ -100,7 +100,7 @@ def project_gradient(
     if phi is None:
         return ProjectionGradient()
     _T, N, C = tokens_of(y)
-    channels = channels_per_thread(streams_bwd_launch(N, C, dots=True))
+    channels = channels_per_thread(streams_bwd_launch(N, C, rows=phi.shape[0]))
     return ProjectionGradient(dz_parts, k, k_more, pack_phi(phi, norm_weight, N, channels), phi.shape[0])
 
 

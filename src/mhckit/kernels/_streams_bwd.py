@@ -334,7 +334,7 @@ def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, pr
     """dx = G"""
     dx = empty(x, *x.shape)
     y = x if projection.phi_parts is not None or collapse.norm_weight is not None else None
-    launch = streams_bwd_launch(x.shape[-2], x.shape[-1], dots=projection.phi_parts is not None)
+    launch = streams_bwd_launch(x.shape[-2], x.shape[-1], rows=projection.rows)
     _launch(x, g, collapse, projection, (y, None, None, None, None), (dx, None, None, None, None), launch)
     return dx
 
@@ -345,7 +345,7 @@ def write_streams_bwd(
     """dx, df, partial sums of df over tokens if there is a bias, dpost, dres."""
     f, f_bias, post, res = write
     T, N, C = tokens_of(x)
-    launch = streams_bwd_launch(N, C, dots=projection.phi_parts is not None, sums_df=f_bias is not None)
+    launch = streams_bwd_launch(N, C, rows=projection.rows, sums_df=f_bias is not None)
     gradients = (
         empty(x, *x.shape),
         empty(f, *f.shape),

@@ -214,7 +214,7 @@ def _project(
 ) -> Projection:
     T, N, C = tokens_of(x)
     P, width, wide = phi.shape[0], projection_width(C), loads_are_wide(x)
-    launch = write_project_launch(N, writes=f is not None, element_size=x.element_size(), wide=wide)
+    launch = write_project_launch(N, P, writes=f is not None, element_size=x.element_size(), wide=wide)
     splits = cdiv(C, width)
     partials = Projection(empty(phi, splits, T, P, dtype=FLOAT), empty(phi, splits, T, dtype=FLOAT))
     run(
