@@ -28,6 +28,8 @@ ROWS = 32
 PHI_BLOCK = 32
 # Most channels per partial sum of the projection. Fixes the order of sums; one token spreads over C/2048 programs.
 PROJECTION_WIDTH = 2048
+# Most channels per partial sum of dH and dpost in J: few tokens of many channels must occupy the device too.
+GRADIENT_WIDTH = 1536
 # Tokens per partial sum of a parameter's gradient.
 TOKEN_CHUNK = 2048
 # Tokens whose residual maps one program computes: the backward keeps a history of each matrix entry in registers.
@@ -72,9 +74,9 @@ def row_blocks(rows: int) -> int:
     return cdiv(rows, ROWS)
 
 
-def projection_width(channels: int) -> int:
-    """Channels per partial sum: as few slices as PROJECTION_WIDTH allows, of equal width."""
-    slices = cdiv(channels, PROJECTION_WIDTH)
+def slice_width(channels: int, most: int) -> int:
+    """Channels per partial sum: as few slices as `most` allows, of equal width."""
+    slices = cdiv(channels, most)
     return cdiv(cdiv(channels, slices), 64) * 64
 
 

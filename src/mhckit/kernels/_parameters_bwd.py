@@ -24,9 +24,12 @@ from ._launch import FLOAT, PRECISION, ROWS, TOKEN_CHUNK, cdiv, parameters_bwd_l
 from ._launcher import run
 from ._math import Math
 from ._read_bwd import LogitSums
+from ._streams_bwd import WriteGradients
 
 # Programs that share the sums over logits: pre, post, the bias and the scale of the residual map.
 LOGIT_PARTS = 4
+# What one program of the last kernel adds up: columns of phi, or tokens whose sums over channels J left in slices.
+FINISH_COLUMNS, FINISH_TOKENS = 64, 32
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -102,7 +105,7 @@ def _add_products(V, dz_parts, y_tile, t, live, P: tl.constexpr, ROWS: tl.conste
     return sums
 
 
-@triton.jit(do_not_specialize=["chunks", "df_count", "pre_count", "more_count"])
+@triton.jit(do_not_specialize=["T", "chunks", "df_count", "pre_count", "more_count", "column_programs"])
 def finish_kernel(
     phi_sums,
     phi,
@@ -117,19 +120,28 @@ def finish_kernel(
     more_sums,
     dscale,
     dbias,
+    write_sums,
+    dpost,
+    dres,
+    T,
     chunks,
     df_count,
     pre_count,
     more_count,
+    column_programs,
     C: tl.constexpr,
     K: tl.constexpr,
     P: tl.constexpr,
     MATH: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
+    SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
-    """Add up the slots: a block of channels per program, of each of the sums; the last LOGIT_PARTS take the logits."""
+    """Add up the slots: `column_programs` programs take a block of channels each, of every sum over tokens; then some a
+    block of tokens each, whose sums over channels J left in slices; the last LOGIT_PARTS the logits.
+    """
     at = tl.program_id(0) * BLOCK_K
     if phi_sums is not None:
         if at < K:
@@ -143,6 +155,10 @@ def finish_kernel(
         if at < C:
             c = at + tl.arange(0, BLOCK_K)
             store_as(df_bias, c, _sum_rows(df_sums, df_count, c, C, c < C, BLOCK_ROWS), c < C)
+    if write_sums is not None:
+        if tl.program_id(0) >= column_programs:
+            first = (tl.program_id(0) - column_programs).to(tl.int64) * BLOCK_T
+            _finish_write(write_sums, dpost, dres, first, T, MATH.streams, SLICES, BLOCK_T)
     if dbias is not None:
         part = tl.num_programs(0) - 1 - tl.program_id(0)
         _finish_logits(part, pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH, BLOCK_ROWS)
@@ -166,6 +182,31 @@ def _finish_phi(
         store_as(dphi, offsets, V * load_float(norm_weight, k, k < K)[None, :], mask)
         products = rounded_product(V, load_float(phi, offsets, mask))
         store_as(dnorm_weight, k, tl.sum(products, 0), k < K)
+
+
+@triton.jit
+def _finish_write(write_sums, dpost, dres, first, T, N: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr):
+    """dpost [T, N] and dres [T, N, N] from slices of them [SLICES, T, N + N*N]; only dpost for identity."""
+    t = first + tl.arange(0, BLOCK_T)
+    n = tl.arange(0, BLOCK_T)
+    PER_TOKEN: tl.constexpr = N if dres is None else N * (N + 1)
+    offsets = t[:, None] * N + n[None, :]
+    mask = (t < T)[:, None] & (n < N)[None, :]
+    store_as(dpost, offsets, _sum_slices(write_sums, t, n, mask, T, PER_TOKEN, SLICES), mask)
+    if dres is not None:
+        for block in tl.static_range(0, N * N, BLOCK_T):
+            k = block + n
+            mask = (t < T)[:, None] & (k < N * N)[None, :]
+            total = _sum_slices(write_sums + N, t, k, mask, T, PER_TOKEN, SLICES)
+            store_as(dres, t[:, None] * (N * N) + k[None, :], total, mask)
+
+
+@triton.jit
+def _sum_slices(sums, t, k, mask, T, PER_TOKEN: tl.constexpr, SLICES: tl.constexpr):
+    total = load_float(sums, t[:, None] * PER_TOKEN + k[None, :], mask)
+    for part in tl.static_range(1, SLICES):
+        total += load_float(sums, (tl.cast(part, tl.int64) * T + t)[:, None] * PER_TOKEN + k[None, :], mask)
+    return total
 
 
 @triton.jit
@@ -248,7 +289,7 @@ class Finished(NamedTuple):
 def finish(
     sums: PhiSums,
     logit_sums: LogitSums | None,
-    df_sums: Tensor | None,
+    written: WriteGradients | None,
     *,
     streams: int,
     channels: int,
@@ -260,8 +301,10 @@ def finish(
     out_norm_weight: Tensor | None = None,
     f_bias: Tensor | None = None,
 ) -> Finished:
-    """The gradients of the given parameters whose sums are given."""
+    """The gradients of the given parameters whose sums are given; and `written`, if J left slices of it, is filled."""
     K, wants_phi = streams * channels, sums.phi is not None
+    df_sums = None if written is None else written.df_sums
+    write_sums = None if written is None else written.sums
     done = Finished(
         empty(phi, *phi.shape) if wants_phi else None,
         None if logit_sums is None or scale is None else empty(scale, *scale.shape),
@@ -273,15 +316,18 @@ def finish(
     rows = 0 if phi is None else phi.shape[0]
     slots = sums.phi if wants_phi else sums.norm
     pre, more = logit_sums or (None, None)
-    block = 64
-    programs = cdiv(K if wants_phi else channels if slots is not None or df_sums is not None else 0, block)
+    slices, tokens = (0, 0) if write_sums is None else write_sums.shape[:2]
+    columns = K if wants_phi else channels if slots is not None or df_sums is not None else 0
+    column_programs = cdiv(columns, FINISH_COLUMNS)
+    write_programs = cdiv(tokens, FINISH_TOKENS)
     run(
-        finish_kernel, (programs + (LOGIT_PARTS if logit_sums else 0),),
+        finish_kernel, (column_programs + write_programs + (LOGIT_PARTS if logit_sums else 0),),
         sums.phi, phi, norm_weight, done.phi, done.norm_weight, sums.norm, done.out_norm_weight, df_sums, done.f_bias,
-        pre, more, done.scale, done.bias,
+        pre, more, done.scale, done.bias, write_sums,
+        *((None, None) if write_sums is None else (written.dpost, written.dres)), tokens,
         0 if slots is None else slots.shape[0], 0 if df_sums is None else df_sums.shape[0],
-        0 if pre is None else pre.shape[0], 0 if more is None else more.shape[0],
-        C=channels, K=K, P=rows, MATH=math, PADDED_ROWS=power_of_2(max(rows, 1)), BLOCK_K=block,
-        BLOCK_ROWS=128, num_warps=4,
+        0 if pre is None else pre.shape[0], 0 if more is None else more.shape[0], column_programs,
+        C=channels, K=K, P=rows, MATH=math, PADDED_ROWS=power_of_2(max(rows, 1)), SLICES=slices,
+        BLOCK_K=FINISH_COLUMNS, BLOCK_ROWS=128, BLOCK_T=FINISH_TOKENS, num_warps=4,
     )  # fmt: skip
     return done

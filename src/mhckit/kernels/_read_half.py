@@ -19,7 +19,7 @@ from ._pack import empty_dz_parts, pack_phi
 from ._parameters_bwd import Finished, PhiSums, chunk_sums, finish
 from ._read import read
 from ._read_bwd import LogitSums, read_bwd
-from ._streams_bwd import CollapseGradient, ProjectionGradient
+from ._streams_bwd import CollapseGradient, ProjectionGradient, WriteGradients
 from ._write_project import Projection
 
 
@@ -113,10 +113,10 @@ def parameter_gradients(
     need_out_norm: bool,
     math: Math,
     *,
-    df_sums: Tensor | None = None,
+    written: WriteGradients | None = None,
     f_bias: Tensor | None = None,
 ) -> Finished:
-    """P and the small kernel that ends it."""
+    """P, and the small kernel that ends it and what J left of `written`."""
     _T, N, C = tokens_of(y)
     dx_in, read_weights, _norm_weight, _share = read.collapse
     wants_norm = need_out_norm and out_norm_weight is not None
@@ -124,7 +124,7 @@ def parameter_gradients(
     dz_parts = read.projection.dz_parts if need_phi else None
     sums = PhiSums() if dz_parts is None and norm is None else chunk_sums(y, dz_parts, read.projection.rows, norm)
     done = finish(
-        sums, read.sums, df_sums,
+        sums, read.sums, written,
         streams=N, channels=C, math=math, out_norm_weight=out_norm_weight, f_bias=f_bias, **parameters._asdict(),
     )  # fmt: skip
     if wants_norm and norm is None:

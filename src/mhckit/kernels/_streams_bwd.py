@@ -7,7 +7,8 @@
                dH[t,o,i] = sum_c G[t,o,c] x[t,i,c]     dpost[t,o] = sum_c G[t,o,c] (f[t,c] + b[c])
                y recomputed from x and f, rounded as in forward
 
-Every part of G is optional. dz, k, w (times u, with a norm) and b come from `_read_bwd`, phi from `_pack`. G itself is
+The sums over channels are finished here, or slices of them left for `_parameters_bwd` to add up. Every part of G is
+optional. dz, k, w (times u, with a norm) and b come from `_read_bwd`, phi from `_pack`. G itself is
 never stored.
 Reads g, d, x and f, writes dx and df: 30C bytes per token for 4 streams of 2-byte activations.
 """
@@ -39,6 +40,7 @@ from ._device import (
 )
 from ._launch import (
     FLOAT,
+    GRADIENT_WIDTH,
     PHI_BLOCK,
     ROWS,
     Launch,
@@ -47,6 +49,7 @@ from ._launch import (
     loads_are_wide,
     power_of_2,
     row_blocks,
+    slice_width,
     streams_bwd_launch,
     tokens_of,
 )
@@ -74,6 +77,7 @@ def streams_bwd_kernel(
     df_bias,
     dpost,
     dres,
+    write_sums,
     T,
     C: tl.constexpr,
     P: tl.constexpr,
@@ -110,12 +114,8 @@ def streams_bwd_kernel(
         if LATE:
             late_weights = _mixed_back(weights, res_columns, N)
             late_post = collapse(weights, post_columns, N)
-    if WIDTH == 0:
-        begin, end = 0, C
-    else:
-        begin = tl.program_id(1) * WIDTH
-        end = tl.minimum(begin + WIDTH, C)
-    for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
+    begin = tl.program_id(1) * WIDTH
+    for start in tl.range(begin, tl.minimum(begin + WIDTH, C), BLOCK_C, num_stages=STAGES):
         c_tile = start + tl.arange(0, BLOCK_C)
         exists = channels_exist(c_tile, C, BLOCK_C)
         loaded = live[:, None] & exists[None, :]
@@ -190,15 +190,19 @@ def streams_bwd_kernel(
                 for i in tl.static_range(N):
                     store_as(dx, at + i * C, dx_tiles[i], tile)
     if f is not None:
+        slot = (tl.program_id(1).to(tl.int64) * T + t) * (N * PER_STREAM)
         for o in tl.static_range(N):
             for k in tl.static_range(PER_STREAM):
                 total = sums[o * PER_STREAM + k]
                 if LATE:
                     total += weights[o] * sums[N * PER_STREAM + k]
-                if k == 0:
-                    store_as(dpost, t * N + o, tl.sum(total, 1), live)
+                total = tl.sum(total, 1)
+                if write_sums is not None:
+                    store_as(write_sums, slot + (o if k == 0 else N + o * N + k - 1), total, live)
+                elif k == 0:
+                    store_as(dpost, t * N + o, total, live)
                 else:
-                    store_as(dres, (t * N + o) * N + k - 1, tl.sum(total, 1), live)
+                    store_as(dres, (t * N + o) * N + k - 1, total, live)
 
 
 @triton.jit
@@ -330,30 +334,48 @@ class Write(NamedTuple):
     res: Tensor | None
 
 
+class WriteGradients(NamedTuple):
+    """dpost and dres are still to be filled where their sums over slices of channels [slices, T, N + N*N] are given.
+
+    df_sums: df summed over the tokens of each program, if there is a bias.
+    """
+
+    dx: Tensor
+    df: Tensor
+    df_sums: Tensor | None
+    dpost: Tensor
+    dres: Tensor | None
+    sums: Tensor | None
+
+
 def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, projection: ProjectionGradient) -> Tensor:
     """dx = G"""
+    _T, N, C = tokens_of(x)
     dx = empty(x, *x.shape)
     y = x if projection.phi_parts is not None or collapse.norm_weight is not None else None
-    launch = streams_bwd_launch(x.shape[-2], x.shape[-1], rows=projection.rows)
-    _launch(x, g, collapse, projection, (y, None, None, None, None), (dx, None, None, None, None), launch)
+    launch = streams_bwd_launch(N, C, rows=projection.rows)
+    width = max(launch.block_c, min(512, power_of_2(C)))
+    _launch(x, g, collapse, projection, (y, None, None, None, None), (dx, *[None] * 5), launch, width)
     return dx
 
 
 def write_streams_bwd(
     x: Tensor, g: Tensor | None, collapse: CollapseGradient, projection: ProjectionGradient, write: Write
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """dx, df, partial sums of df over tokens if there is a bias, dpost, dres."""
+) -> WriteGradients:
     f, f_bias, post, res = write
     T, N, C = tokens_of(x)
     launch = streams_bwd_launch(N, C, rows=projection.rows, sums_df=f_bias is not None)
-    gradients = (
+    width = slice_width(C, GRADIENT_WIDTH) if projection.rows else C
+    slices, sums_per_token = cdiv(C, width), N if res is None else N * (N + 1)
+    gradients = WriteGradients(
         empty(x, *x.shape),
         empty(f, *f.shape),
         None if f_bias is None else empty(f, cdiv(T, launch.block_t), C, dtype=FLOAT),
         empty(post, *post.shape),
         None if res is None else empty(res, *res.shape),
+        None if slices == 1 else empty(x, slices, T, sums_per_token, dtype=FLOAT),
     )
-    _launch(x, g, collapse, projection, (x, *write), gradients, launch)
+    _launch(x, g, collapse, projection, (x, *write), gradients, launch, width)
     return gradients
 
 
@@ -365,15 +387,13 @@ def _launch(
     streams: tuple[Tensor | None, ...],
     gradients: tuple[Tensor | None, ...],
     launch: Launch,
+    width: int,
 ) -> None:
     T, N, C = tokens_of(like)
     *tensors, rows = projection
-    dots = projection.phi_parts is not None
-    # A write-back sums over all channels of a token; a read alone can share them out.
-    writes = streams[1] is not None
-    width = 0 if writes else max(launch.block_c, min(512, power_of_2(C)))
+    dots = rows > 0
     run(
-        streams_bwd_kernel, (cdiv(T, launch.block_t), cdiv(C, width) if width else 1),
+        streams_bwd_kernel, (cdiv(T, launch.block_t), cdiv(C, width)),
         g, *collapse, *tensors, *streams, *gradients, T, C, rows,
         N=N, WIDTH=width, ROW_BLOCKS=row_blocks(rows), ROWS=ROWS, PIECE=PHI_BLOCK if dots else launch.block_c,
         FOLD=channels_per_thread(launch) if dots else 8, IN_THREAD=dots or loads_are_wide(like), **launch.meta(),

@@ -33,11 +33,12 @@ from ._device import (
 from ._launch import (
     FLOAT,
     PRECISION,
+    PROJECTION_WIDTH,
     ROWS,
     cdiv,
     loads_are_wide,
-    projection_width,
     row_blocks,
+    slice_width,
     tokens_of,
     write_launch,
     write_project_launch,
@@ -213,7 +214,7 @@ def _project(
     y: Tensor | None,
 ) -> Projection:
     T, N, C = tokens_of(x)
-    P, width, wide = phi.shape[0], projection_width(C), loads_are_wide(x)
+    P, width, wide = phi.shape[0], slice_width(C, PROJECTION_WIDTH), loads_are_wide(x)
     launch = write_project_launch(N, P, writes=f is not None, element_size=x.element_size(), wide=wide)
     splits = cdiv(C, width)
     partials = Projection(empty(phi, splits, T, P, dtype=FLOAT), empty(phi, splits, T, dtype=FLOAT))

@@ -71,11 +71,9 @@ def junction_bwd(
     math, parameters = math_of(recipe), Parameters(phi, scale, bias, norm_weight)
     weights = "pre" if shifted_pre is None else shifted_pre
     read = read_half_bwd(dx_in, (dpre, dpost, dres), y, parameters, weights, out_norm_weight, z, mean_square, u, math)
-    dx, df, df_sums, dpost_in, dres_in = write_streams_bwd(
-        x, g, read.collapse, read.projection, Write(f, f_bias, post, res)
-    )
+    written = write_streams_bwd(x, g, read.collapse, read.projection, Write(f, f_bias, post, res))
     done = parameter_gradients(
-        read, y, parameters, out_norm_weight, need_phi, need_out_norm, math, df_sums=df_sums, f_bias=f_bias
+        read, y, parameters, out_norm_weight, need_phi, need_out_norm, math, written=written, f_bias=f_bias
     )
-    written = (dx, df, done.f_bias, read.weights, dpost_in, dres_in)
-    return pack((*written, done.phi, done.scale, done.bias, done.norm_weight, done.out_norm_weight), otherwise=x)
+    write_half = (written.dx, written.df, done.f_bias, read.weights, written.dpost, written.dres)
+    return pack((*write_half, done.phi, done.scale, done.bias, done.norm_weight, done.out_norm_weight), otherwise=x)

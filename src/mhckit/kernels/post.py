@@ -19,11 +19,9 @@ def post_fwd(x: Tensor, f: Tensor, f_bias: Tensor | None, post: Tensor, res: Ten
 def post_bwd(
     g: Tensor, x: Tensor, f: Tensor, f_bias: Tensor | None, post: Tensor, res: Tensor | None
 ) -> tuple[Tensor, ...]:
-    dx, df, df_sums, dpost, dres = write_streams_bwd(
-        x, g, CollapseGradient(), ProjectionGradient(), Write(f, f_bias, post, res)
-    )
-    _T, N, C = tokens_of(x)
+    written = write_streams_bwd(x, g, CollapseGradient(), ProjectionGradient(), Write(f, f_bias, post, res))
     df_bias = None
     if f_bias is not None:
-        df_bias = finish(PhiSums(), None, df_sums, streams=N, channels=C, f_bias=f_bias).f_bias
-    return pack((dx, df, df_bias, dpost, dres), otherwise=x)
+        _T, N, C = tokens_of(x)
+        df_bias = finish(PhiSums(), None, written, streams=N, channels=C, f_bias=f_bias).f_bias
+    return pack((written.dx, written.df, df_bias, written.dpost, written.dres), otherwise=x)
