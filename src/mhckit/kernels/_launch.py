@@ -12,6 +12,7 @@ more than a large one.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,14 @@ def tokens_of(x: Tensor) -> tuple[int, int, int]:
 def loads_are_wide(x: Tensor) -> bool:
     """Whether a thread's 16-byte load is eight neighbouring channels."""
     return x.element_size() == 2 and x.shape[-1] % 8 == 0
+
+
+@functools.cache
+def dots_stay_in_threads(device: torch.device) -> bool:
+    """Whether a thread holds CHANNELS neighbours of a dot with a packed phi: on Ampere's and Hopper's tensor cores."""
+    if device.type != "cuda" or torch.version.hip:
+        return device.type == "cpu"
+    return torch.cuda.get_device_capability(device)[0] in (8, 9)
 
 
 def row_blocks(rows: int) -> int:

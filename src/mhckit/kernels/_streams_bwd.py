@@ -32,6 +32,7 @@ from ._device import (
     load_per_token,
     part_column,
     pieces,
+    rounded_product,
     store_as,
     sum_parts,
     tokens_of_program,
@@ -46,6 +47,7 @@ from ._launch import (
     Launch,
     cdiv,
     channels_per_thread,
+    dots_stay_in_threads,
     loads_are_wide,
     power_of_2,
     row_blocks,
@@ -195,7 +197,7 @@ def streams_bwd_kernel(
             for k in tl.static_range(PER_STREAM):
                 total = sums[o * PER_STREAM + k]
                 if LATE:
-                    total += weights[o] * sums[N * PER_STREAM + k]
+                    total += rounded_product(weights[o], sums[N * PER_STREAM + k])
                 total = tl.sum(total, 1)
                 if write_sums is not None:
                     store_as(write_sums, slot + (o if k == 0 else N + o * N + k - 1), total, live)
@@ -392,9 +394,10 @@ def _launch(
     T, N, C = tokens_of(like)
     *tensors, rows = projection
     dots = rows > 0
+    in_thread = dots_stay_in_threads(like.device) if dots else loads_are_wide(like)
     run(
         streams_bwd_kernel, (cdiv(T, launch.block_t), cdiv(C, width)),
         g, *collapse, *tensors, *streams, *gradients, T, C, rows,
         N=N, WIDTH=width, ROW_BLOCKS=row_blocks(rows), ROWS=ROWS, PIECE=PHI_BLOCK if dots else launch.block_c,
-        FOLD=channels_per_thread(launch) if dots else 8, IN_THREAD=dots or loads_are_wide(like), **launch.meta(),
+        FOLD=channels_per_thread(launch) if dots else 8, IN_THREAD=in_thread, **launch.meta(),
     )  # fmt: skip
