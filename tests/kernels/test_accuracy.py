@@ -134,6 +134,6 @@ def test_sinkhorn_of_large_and_zero_logits(name: str, size: float) -> None:
 @pytest.mark.parametrize("iterations", [1, 2, 3, 37, 50])
 @pytest.mark.parametrize("name", ["paper", "deepseek_v4", "mhc_triton"])
 def test_any_number_of_iterations(name: str, iterations: int) -> None:
-    """Short ones in one segment; longer ones in several, down to one iteration each for a prime."""
+    """Short ones in one segment; longer ones in several, the last of which may reach beyond the end."""
     recipe = RECIPES[name].replace(iterations=iterations, streams=3)
     assert_accurate(_call("sinkhorn", recipe, lead=(7,), dtype=torch.float32))

@@ -175,3 +175,36 @@ def test_an_eps_below_float32() -> None:
     """norm_eps underflows, so tokens that do not exist must not divide by it."""
     recipe = RECIPES["paper"].replace(norm_eps=1e-50)
     assert_accurate(make_call("enter", recipe, device=DEVICE, lead=(3,), channels=37, dtype=torch.bfloat16))
+
+
+def _post(x: torch.Tensor, call: Call) -> torch.Tensor:
+    return call(x=x)[0]
+
+
+def test_tensors_that_are_more_than_their_memory() -> None:
+    """Views that are to be negated, tensors of zeros without memory, and none at all: torch knows what they mean."""
+    call = _call("post", lead=(3,), dtype=torch.float32)
+    x = call.tensors["x"]
+    with mhckit.backend("triton"):
+        torch.testing.assert_close(_post(torch._neg_view(x), call), _post(-x, call))
+        zeros = torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device)
+        torch.testing.assert_close(_post(zeros, call), _post(torch.zeros_like(x), call))
+        assert call.to(lambda tensor: tensor.to("meta"))()[0].shape == x.shape
+
+
+def test_what_a_transform_leaves_behind() -> None:
+    """vjp returns a function that runs once the transform is over, on what it saved in it."""
+    call = _call("post", lead=(3,), dtype=torch.float32)
+    x, results = call.tensors["x"], {}
+    for backend in ("triton", "reference"):
+        with mhckit.backend(backend):
+            y, pullback = torch.func.vjp(lambda x: _post(x, call), x)
+            results[backend] = pullback(torch.ones_like(y))[0]
+    torch.testing.assert_close(results["triton"], results["reference"])
+
+
+def test_tools_see_the_operators() -> None:
+    call = _call("post", lead=(3,))
+    with mhckit.backend("triton"), torch.profiler.profile() as profile:
+        call()
+    assert "mhckit::post_fwd" in {event.key for event in profile.key_averages()}

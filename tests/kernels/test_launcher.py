@@ -13,6 +13,7 @@ from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
 from mhckit.kernels import _autotune, _launcher
+from mhckit.kernels._launch import write_project_launch
 
 
 def _scale(x, y, T, factor, N: constexpr, STAGES: constexpr):
@@ -87,6 +88,24 @@ def test_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _autotune.is_enabled()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not _autotune.is_enabled(), "a graph being captured cannot be timed"
+
+
+def test_no_candidate_fits(timed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_autotune, "_time", lambda *launch: float("inf"))
+    with pytest.raises(RuntimeError, match="_scale fits this device with none of"):
+        _tuned()
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, 227 << 10])
+@pytest.mark.parametrize("rows", [24, 80, 160, 300])
+@pytest.mark.parametrize("streams", [2, 4, 8])
+def test_fewer_steps_in_flight_where_shared_memory_is_small(streams: int, rows: int, shared: int) -> None:
+    options = dict(element_size=2, wide=True)
+    launch = write_project_launch(streams, rows, writes=True, shared=shared, **options)
+    phi = streams * -(-rows // 32) * 32 * launch.block_c * 4
+    assert launch.num_stages == 1 or phi * (launch.num_stages - 1) < shared
+    if (streams, rows, shared) == (4, 24, 227 << 10):
+        assert launch.num_stages == 3
 
 
 def test_an_observer_takes_the_place_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:

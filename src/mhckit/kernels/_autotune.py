@@ -33,7 +33,10 @@ def tuned(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: 
     found = _load()
     if key not in found:
         times = {stages: _time(kernel, grid, args, constants | {"STAGES": stages}) for stages in CANDIDATES}
-        found = _load() | {key: min(times, key=times.__getitem__)}
+        best = min(times, key=times.__getitem__)
+        if times[best] == float("inf"):
+            raise RuntimeError(f"{kernel.__name__} fits this device with none of {CANDIDATES} loop steps in flight")
+        found = _load() | {key: best}
         _save(found)
     return constants | {"STAGES": found[key]}
 
@@ -60,9 +63,10 @@ def _path() -> Path:
 
 def _load() -> dict[str, int]:
     try:
-        return json.loads(_path().read_text())
+        found = json.loads(_path().read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _save(found: dict[str, int]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ GRADIENT_WIDTH = 1536
 TOKEN_CHUNK = 2048
 # Tokens whose residual maps one program computes: the backward keeps a history of each matrix entry in registers.
 RESIDUAL_TOKENS, RESIDUAL_TOKENS_BWD = 16, 8
+
+
+# Bytes of shared memory that a program may have on Hopper.
+LARGE_SHARED_MEMORY = 227 << 10
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,14 @@ def loads_are_wide(x: Tensor) -> bool:
 
 
 @functools.cache
+def shared_memory_of(device: torch.device) -> int:
+    """Bytes that a program may have; as on Hopper where there is no device."""
+    if device.type != "cuda":
+        return LARGE_SHARED_MEMORY
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.cache
 def dots_stay_in_threads(device: torch.device) -> bool:
     """Whether a thread holds CHANNELS neighbours of a dot with a packed phi: on Ampere's and Hopper's tensor cores."""
     if device.type != "cuda" or torch.version.hip:
@@ -95,23 +107,31 @@ def write_launch(channels: int) -> Launch:
     return Launch(block_t=max(1, 256 // block_c), block_c=block_c, num_warps=4)
 
 
-def write_project_launch(streams: int, rows: int, *, writes: bool, element_size: int, wide: bool) -> Launch:
+def write_project_launch(
+    streams: int, rows: int, *, writes: bool, element_size: int, wide: bool, shared: int = LARGE_SHARED_MEMORY
+) -> Launch:
     """F1; the projection alone has registers to spare for more tokens, which share a load of phi.
 
     More streams: phi's tiles take the shared memory, the streams the registers. float32 needs three products, and
-    narrow loads room to be rearranged in. Beyond a hundred rows or so nothing of phi is in flight: it would not fit.
+    narrow loads room to be rearranged in. As many steps are in flight as fit; with hundreds of rows of phi, none.
     """
-    if streams * row_blocks(rows) > 24:
-        return Launch(block_t=16, block_c=32, num_warps=4, num_stages=1)
     if element_size == 4:
-        return Launch(block_t=16, block_c=32, num_warps=4, num_stages=2)
-    if streams > 4:
-        return Launch(block_t=64, block_c=32, num_warps=8, num_stages=2)
-    if not wide:
-        return Launch(block_t=16, block_c=64, num_warps=4, num_stages=2)
-    if not writes:
-        return Launch(block_t=64, block_c=64, num_warps=4, num_stages=2)
-    return Launch(block_t=32, block_c=64, num_warps=4, num_stages=3)
+        launch = Launch(block_t=16, block_c=32, num_warps=4, num_stages=2)
+    elif streams > 4:
+        launch = Launch(block_t=64, block_c=32, num_warps=8, num_stages=2)
+    elif not wide:
+        launch = Launch(block_t=16, block_c=64, num_warps=4, num_stages=2)
+    elif not writes:
+        launch = Launch(block_t=64, block_c=64, num_warps=4, num_stages=2)
+    else:
+        launch = Launch(block_t=32, block_c=64, num_warps=4, num_stages=3)
+    phi = streams * row_blocks(rows) * ROWS * launch.block_c * 4
+    activations = (streams + writes) * launch.block_t * launch.block_c * element_size
+    for stages in range(launch.num_stages, 1, -1):
+        # Operands that tensor cores read in place have a buffer more than those that pass through registers.
+        if phi * (stages - 1) + activations * (stages - writes) <= 0.85 * shared:
+            return replace(launch, num_stages=stages)
+    return Launch(block_t=16, block_c=32, num_warps=4, num_stages=1)
 
 
 def read_launch(streams: int, channels: int) -> Launch:
@@ -125,7 +145,9 @@ def read_bwd_launch(streams: int, channels: int) -> Launch:
     return Launch(block_t=4, block_c=_channel_step(channels, 256), num_warps=4, num_stages=3 if streams <= 4 else 2)
 
 
-def streams_bwd_launch(streams: int, channels: int, *, rows: int = 0, sums_df: bool = False) -> Launch:
+def streams_bwd_launch(
+    streams: int, channels: int, *, rows: int = 0, sums_df: bool = False, shared: int = LARGE_SHARED_MEMORY
+) -> Launch:
     """J: with dots 32 tokens, whose high and low parts fill a warp group's tile; without, the tile of `post`, unless
     df is to be summed over the tokens of each program: the more tokens, the fewer partial sums.
 
@@ -139,7 +161,8 @@ def streams_bwd_launch(streams: int, channels: int, *, rows: int = 0, sums_df: b
         return Launch(block_t=1, block_c=_channel_step(channels, 1024 if streams <= 4 else 512), num_warps=4)
     if streams > 4:
         return Launch(block_t=32, block_c=32, num_warps=8, num_stages=1)
-    return Launch(block_t=32, block_c=64 if channels > 32 else 32, num_warps=4, num_stages=2 if rows <= ROWS else 1)
+    block_c = 64 if channels > 32 and shared >= 128 << 10 else 32
+    return Launch(block_t=32, block_c=block_c, num_warps=4, num_stages=2 if rows <= ROWS else 1)
 
 
 def channels_per_thread(launch: Launch) -> int:

@@ -4,6 +4,7 @@
 microseconds and more, longer than many of the kernels run. What a launch depends on is small: the dtypes of the
 tensors, which of them are absent, the constants, and whether a count needs 64 bits. Pointers are always aligned here
 (ops/_register.py sees to it). The first launch with such a key goes through Triton, the others straight to the driver.
+On AMD a launch also depends on whether a tensor exceeds 2 GB: there each goes through Triton.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Non
 
 
 def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    if not isinstance(kernel, JITFunction) or _is_observed():
+    if not isinstance(kernel, JITFunction) or torch.version.hip or _is_observed(kernel):
         kernel[grid](*args, **constants)
         return
     device = torch.cuda.current_device()
@@ -55,7 +56,9 @@ def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants
             return
         if _autotune.is_enabled():
             constants = _autotune.tuned(kernel, grid, args, constants)
-        _compiled[key] = _compile(kernel, kernel[grid](*args, **constants), args, constants)
+        launched = kernel[grid](*args, **constants)
+        if launched is not None:  # a hook of Triton's can forbid a compilation
+            _compiled[key] = _remember(kernel, launched, args, constants)
         return
     width, height, depth = (*grid, 1, 1)[:3]
     if width and height and depth:
@@ -66,7 +69,7 @@ def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants
         )  # fmt: skip
 
 
-def _compile(kernel: JITFunction, compiled: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> _Compiled:
+def _remember(kernel: JITFunction, compiled: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> _Compiled:
     """What a launch needs of a kernel that Triton has just compiled and launched."""
     rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
     return _Compiled(compiled.run, compiled.function, compiled.packed_metadata, rest)
@@ -90,6 +93,7 @@ def _counts(kernel: JITFunction) -> tuple[bool, ...]:
     return tuple(not parameter.is_constexpr and bool(parameter.do_not_specialize) for parameter in kernel.params)
 
 
-def _is_observed() -> bool:
+def _is_observed(kernel: JITFunction) -> bool:
     """Whether somebody wants to hear of launches through Triton's hooks: a profiler, say."""
-    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+    hooks = knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or kernel.pre_run_hooks)

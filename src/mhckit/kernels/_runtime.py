@@ -20,8 +20,7 @@ def check(device: torch.device) -> None:
     if device.type != "cuda":
         if not triton.knobs.runtime.interpret:
             raise RuntimeError(
-                f"backend 'triton' needs CUDA tensors, got tensors on {device.type!r}; use mhckit.backend('auto'), "
-                "or set TRITON_INTERPRET=1 to interpret the kernels, slowly, for debugging"
+                f"backend 'triton' needs CUDA tensors, got tensors on {device.type!r}; use mhckit.backend('auto')"
             )
     elif torch.version.hip is None and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         raise RuntimeError(

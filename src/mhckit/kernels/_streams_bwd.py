@@ -8,9 +8,8 @@
                y recomputed from x and f, rounded as in forward
 
 The sums over channels are finished here, or slices of them left for `_parameters_bwd` to add up. Every part of G is
-optional. dz, k, w (times u, with a norm) and b come from `_read_bwd`, phi from `_pack`. G itself is
-never stored.
-Reads g, d, x and f, writes dx and df: 30C bytes per token for 4 streams of 2-byte activations.
+optional. dz, k, w (times u, with a norm) and b come from `_read_bwd`, phi from `_pack`. G itself is never stored. Reads
+g, d, x and f, writes dx and df: 30C bytes per token for 4 streams of 2-byte activations.
 """
 
 from __future__ import annotations
@@ -51,6 +50,7 @@ from ._launch import (
     loads_are_wide,
     power_of_2,
     row_blocks,
+    shared_memory_of,
     slice_width,
     streams_bwd_launch,
     tokens_of,
@@ -76,7 +76,7 @@ def streams_bwd_kernel(
     res,
     dx,
     df,
-    df_bias,
+    df_sums,
     dpost,
     dres,
     write_sums,
@@ -186,25 +186,25 @@ def streams_bwd_kernel(
             if f is not None:
                 sums = next_sums
                 store_as(df, t[:, None] * C + c[None, :], df_tile, tile)
-                if df_bias is not None:
+                if df_sums is not None:
                     summed = tl.sum(tl.where(tile, df_tile, 0.0), 0)
-                    store_as(df_bias, tl.program_id(0).to(tl.int64) * C + c, summed, here)
+                    store_as(df_sums, tl.program_id(0).to(tl.int64) * C + c, summed, here)
                 for i in tl.static_range(N):
                     store_as(dx, at + i * C, dx_tiles[i], tile)
     if f is not None:
         slot = (tl.program_id(1).to(tl.int64) * T + t) * (N * PER_STREAM)
         for o in tl.static_range(N):
-            for k in tl.static_range(PER_STREAM):
-                total = sums[o * PER_STREAM + k]
+            for part in tl.static_range(PER_STREAM):
+                total = sums[o * PER_STREAM + part]
                 if LATE:
-                    total += rounded_product(weights[o], sums[N * PER_STREAM + k])
+                    total += rounded_product(weights[o], sums[N * PER_STREAM + part])
                 total = tl.sum(total, 1)
                 if write_sums is not None:
-                    store_as(write_sums, slot + (o if k == 0 else N + o * N + k - 1), total, live)
-                elif k == 0:
+                    store_as(write_sums, slot + (o if part == 0 else N + o * N + part - 1), total, live)
+                elif part == 0:
                     store_as(dpost, t * N + o, total, live)
                 else:
-                    store_as(dres, (t * N + o) * N + k - 1, total, live)
+                    store_as(dres, (t * N + o) * N + part - 1, total, live)
 
 
 @triton.jit
@@ -355,7 +355,7 @@ def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, pr
     _T, N, C = tokens_of(x)
     dx = empty(x, *x.shape)
     y = x if projection.phi_parts is not None or collapse.norm_weight is not None else None
-    launch = streams_bwd_launch(N, C, rows=projection.rows)
+    launch = streams_bwd_launch(N, C, rows=projection.rows, shared=shared_memory_of(x.device))
     width = max(launch.block_c, min(512, power_of_2(C)))
     _launch(x, g, collapse, projection, (y, None, None, None, None), (dx, *[None] * 5), launch, width)
     return dx
@@ -366,7 +366,9 @@ def write_streams_bwd(
 ) -> WriteGradients:
     f, f_bias, post, res = write
     T, N, C = tokens_of(x)
-    launch = streams_bwd_launch(N, C, rows=projection.rows, sums_df=f_bias is not None)
+    launch = streams_bwd_launch(
+        N, C, rows=projection.rows, sums_df=f_bias is not None, shared=shared_memory_of(x.device)
+    )
     width = slice_width(C, GRADIENT_WIDTH) if projection.rows else C
     slices, sums_per_token = cdiv(C, width), N if res is None else N * (N + 1)
     gradients = WriteGradients(

@@ -38,6 +38,7 @@ from ._launch import (
     cdiv,
     loads_are_wide,
     row_blocks,
+    shared_memory_of,
     slice_width,
     tokens_of,
     write_launch,
@@ -215,7 +216,9 @@ def _project(
 ) -> Projection:
     T, N, C = tokens_of(x)
     P, width, wide = phi.shape[0], slice_width(C, PROJECTION_WIDTH), loads_are_wide(x)
-    launch = write_project_launch(N, P, writes=f is not None, element_size=x.element_size(), wide=wide)
+    launch = write_project_launch(
+        N, P, writes=f is not None, element_size=x.element_size(), wide=wide, shared=shared_memory_of(x.device)
+    )
     splits = cdiv(C, width)
     partials = Projection(empty(phi, splits, T, P, dtype=FLOAT), empty(phi, splits, T, dtype=FLOAT))
     run(

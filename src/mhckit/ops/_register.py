@@ -136,7 +136,7 @@ class Operator(torch.autograd.Function):
     @classmethod
     def call(cls, *args: Any) -> Any:
         """``apply``, without its binding of arguments, which serves torch.func's transforms, where there are none."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _has_wrapped(args):
             return cls.apply(*args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
@@ -181,14 +181,32 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"mhckit.kernels.{operator}"), name)
 
 
+def _has_wrapped(args: tuple[Any, ...]) -> bool:
+    """Whether a tensor is a wrapper that one of torch.func's transforms left behind."""
+    return any(isinstance(arg, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(arg) for arg in args)
+
+
 def _is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether a kernel is called in plain eager mode: nobody traces, transforms or wraps its tensors."""
+    """Whether a kernel is called in plain eager mode: nobody traces, transforms or watches, and tensors are plain."""
     return (
         args[-1] == "triton"
         and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
         and not torch._C._are_functorch_transforms_active()
-        and all(type(arg) in _PLAIN_TENSORS for arg in args if isinstance(arg, Tensor))
+        and not torch._C._autograd._profiler_enabled()
+        and all(_is_plain_tensor(arg) for arg in args if isinstance(arg, Tensor))
+    )
+
+
+def _is_plain_tensor(tensor: Tensor) -> bool:
+    """No subclass, no wrapper that a transform left behind, no view that is to be negated, and with memory."""
+    return (
+        type(tensor) in _PLAIN_TENSORS
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+        and not tensor.is_meta
     )
 
 
