@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from mhckit.recipe import Recipe
 
@@ -183,7 +185,7 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
 
 def _has_wrapped(args: tuple[Any, ...]) -> bool:
     """Whether a tensor is a wrapper that one of torch.func's transforms left behind."""
-    return any(isinstance(arg, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(arg) for arg in args)
+    return any(isinstance(arg, Tensor) and is_functorch_wrapped_tensor(arg) for arg in args)
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:
@@ -194,7 +196,7 @@ def _is_plain(args: tuple[Any, ...]) -> bool:
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
         and not torch._C._are_functorch_transforms_active()
-        and not torch._C._autograd._profiler_enabled()
+        and not _profiler_enabled()
         and all(_is_plain_tensor(arg) for arg in args if isinstance(arg, Tensor))
     )
 
@@ -203,7 +205,7 @@ def _is_plain_tensor(tensor: Tensor) -> bool:
     """No subclass, no wrapper that a transform left behind, no view that is to be negated, and with memory."""
     return (
         type(tensor) in _PLAIN_TENSORS
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_functorch_wrapped_tensor(tensor)
         and not tensor.is_neg()
         and not tensor._is_zerotensor()
         and not tensor.is_meta

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mhckit.bench.timing import median_microseconds
+from mhckit.bench.timing import captured, median_microseconds
 
 from .cases import Compute, Tensors
 from .data import Passes
 
 REPEAT_MILLISECONDS = 20
 FEWEST_REPEATS = 5
-WARM_UP = 3
 
 
 class Run:
@@ -61,20 +60,8 @@ def launched_microseconds(run: Run) -> float:
 
 
 def gpu_microseconds(compute: Compute, tensors: Tensors, passes: Passes) -> float:
-    """Time of the GPU's work alone: a CUDA graph, replayed.
-
-    Autograd runs a backward on the stream of its forward, so all of it happens on the stream that is captured.
-    """
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run = Run(compute, tensors, passes)
-        for _ in range(WARM_UP):
-            run()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return _median(graph.replay)
+    """Time of the GPU's work alone."""
+    return _median(captured(lambda: Run(compute, tensors, passes)))
 
 
 def _median(run: Callable[[], object]) -> float:
