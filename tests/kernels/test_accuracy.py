@@ -10,7 +10,7 @@ from accuracy import assert_accurate
 from recipes import every_recipe
 
 from mhckit import Recipe
-from mhckit.kernels import _streams_bwd, _write_project
+from mhckit.kernels import _math, _streams_bwd, _write_project
 from mhckit.recipe import MAX_PERMUTATION_STREAMS
 from mhckit.testing import OPERATORS, Call, make_call
 
@@ -129,6 +129,18 @@ def test_sinkhorn_of_large_and_zero_logits(name: str, size: float) -> None:
     if recipe.init != "exp":  # not where eps cannot help: linear starts of one-sided logits
         logits = logits.clamp(-1e4, 1e4)
     assert_accurate(dataclasses.replace(call, tensors={"logits": logits}))
+
+
+@pytest.mark.parametrize("name", ["paper", "deepseek_v4", "mhc_triton"])
+def test_a_segment_that_reaches_beyond_the_end(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far from convergence, where a step too many shows."""
+    monkeypatch.setattr(_math, "SEGMENT_ITERATIONS", 2)
+    _math.math_of.cache_clear()
+    try:
+        recipe = RECIPES[name].replace(iterations=4 if name == "deepseek_v4" else 3)
+        assert_accurate(_call("sinkhorn", recipe, lead=(7,), dtype=torch.float32))
+    finally:
+        _math.math_of.cache_clear()
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 3, 37, 50])
