@@ -8,7 +8,8 @@ all operators with parts left out:
     _read             F2   coefficients from these sums, and the collapse x_in = w . y
     _read_bwd         B    backward of F2 up to the logits
     _streams_bwd      J    gradient of y from all its uses, through the write-back to dx, df, dH, dpost
-    _parameters_bwd   P    dphi and other sums over tokens
+    _parameters_bwd   P    dphi and other sums over tokens, and the last kernel, which ends every sum left in slots
+    _pack                  phi (and a dz that B did not make) as bfloat16 parts, for J and P
 
 Inside, one contiguous layout, float32 arithmetic, 64-bit token offsets, no atomics; the number of tokens is never a
 compile-time constant, and what a token gets does not depend on which others are in the batch.

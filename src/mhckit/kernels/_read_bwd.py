@@ -287,7 +287,6 @@ class LogitSums(NamedTuple):
 class CoefficientGradients(NamedTuple):
     """k is the sum of its two shares; k_more is None where one program does all."""
 
-    dz: Tensor | None
     k: Tensor | None
     k_more: Tensor | None
     sums: LogitSums | None
@@ -341,4 +340,4 @@ def read_bwd(
         residual_programs, MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate,
         RESIDUAL_T=RESIDUAL_TOKENS_BWD, **launch.meta(),
     )  # fmt: skip
-    return CoefficientGradients(dz, k, k_more, sums)
+    return CoefficientGradients(k, k_more, sums)

@@ -78,15 +78,16 @@ def read_half_bwd(
     read_weights = read_weights_of_backward(y, weights, out_norm_weight) if collapses else None
     norm_share = empty(y, *lead, dtype=FLOAT) if collapses and out_norm_weight is not None else None
     dweights = empty(weights, *weights.shape) if isinstance(weights, Tensor) else None
+    dz_parts = None if phi is None else empty_dz_parts(y, T, math.rows)
     gradients = read_bwd(
         y, dx_in, dmix, z, mean_square, scale, bias, math,
         like=y, tokens=T, channels=C, weights=weights, norm_weight=out_norm_weight, u=u,
-        dz=None if phi is None else empty_dz_parts(y, T, math.rows), k_factor=2 / (N * C),
+        dz=dz_parts, k_factor=2 / (N * C),
         read_weights=None if read_weights is weights else read_weights, norm_share=norm_share, dweights=dweights,
     )  # fmt: skip
     return ReadGradients(
         CollapseGradient(dx_in, read_weights, out_norm_weight, norm_share) if collapses else CollapseGradient(),
-        project_gradient(gradients.dz, gradients.k, gradients.k_more, phi, norm_weight, y),
+        project_gradient(dz_parts, gradients.k, gradients.k_more, phi, norm_weight, y),
         dweights,
         gradients.sums,
     )
