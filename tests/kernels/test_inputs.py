@@ -193,14 +193,16 @@ def test_tensors_that_are_more_than_their_memory() -> None:
         assert call.to(lambda tensor: tensor.to("meta"))()[0].shape == x.shape
 
 
-def test_what_a_transform_leaves_behind() -> None:
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_what_a_transform_leaves_behind(differentiable: bool) -> None:
     """vjp returns a function that runs once the transform is over, on what it saved in it."""
     call = _call("post", lead=(3,), dtype=torch.float32)
     x, results = call.tensors["x"], {}
     for backend in ("triton", "reference"):
         with mhckit.backend(backend):
             y, pullback, *_ = torch.func.vjp(lambda x: _post(x, call), x)
-            results[backend] = pullback(torch.ones_like(y))[0]
+            with torch.set_grad_enabled(differentiable):
+                results[backend] = pullback(torch.ones_like(y))[0]
     torch.testing.assert_close(results["triton"], results["reference"])
 
 

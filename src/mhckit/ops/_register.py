@@ -138,7 +138,7 @@ class Operator(torch.autograd.Function):
     @classmethod
     def call(cls, *args: Any) -> Any:
         """``apply``, without its binding of arguments, which serves torch.func's transforms, where there are none."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _has_wrapped(args):
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return cls.apply(*args)
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
@@ -181,11 +181,6 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
         ) from error
     operator = name.rsplit("_", 1)[0]
     return getattr(importlib.import_module(f"mhckit.kernels.{operator}"), name)
-
-
-def _has_wrapped(args: tuple[Any, ...]) -> bool:
-    """Whether a tensor is a wrapper that one of torch.func's transforms left behind."""
-    return any(isinstance(arg, Tensor) and is_functorch_wrapped_tensor(arg) for arg in args)
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:
