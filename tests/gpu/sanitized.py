@@ -14,7 +14,7 @@ from recipes import every_recipe
 from mhckit.kernels import _streams_bwd, _write_project
 from mhckit.testing import OPERATORS, make_call
 
-_write_project.PROJECTION_WIDTH = _streams_bwd.GRADIENT_WIDTH = 64  # several slices of few channels
+_write_project.SLICE_WIDTH = _streams_bwd.SLICE_WIDTH = 32  # several slices of few channels
 torch.use_deterministic_algorithms(True)  # fills what is uninitialised with NaN
 RECIPES = every_recipe()
 for operator in OPERATORS:

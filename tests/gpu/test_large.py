@@ -52,12 +52,12 @@ def test_sizes_of_models(operator: str, tokens: int, channels: int, dtype: torch
 
 @pytest.mark.parametrize("name", ["paper", "megatron", "hy_v4", "mhc_lite", "hc", "deepseek_v41", "mhc_triton-static"])
 def test_recipes_at_size(name: str) -> None:
-    assert_accurate(_call("junction", RECIPES[name], lead=(300,), channels=2120, dtype=torch.bfloat16))
+    assert_accurate(_call("junction", RECIPES[name], lead=(300,), channels=5128, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(("streams", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (5, torch.bfloat16)])
 def test_numbers_of_streams_at_size(streams: int, dtype: torch.dtype) -> None:
-    call = _call("junction", DEEPSEEK.replace(streams=streams), lead=(300,), channels=2120, dtype=dtype)
+    call = _call("junction", DEEPSEEK.replace(streams=streams), lead=(300,), channels=5128, dtype=dtype)
     assert_accurate(call, relative=1e-5 if dtype == torch.float32 else None)
 
 

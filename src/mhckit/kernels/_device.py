@@ -16,14 +16,14 @@ def tokens_of_program(T, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def role_of_program(special, SPREAD: tl.constexpr):
-    """Which of two kinds of work this program does, and its number among those: `special` programs of one kind.
+def role_of_program(special, programs, SPREAD: tl.constexpr):
+    """Which of two kinds of work this one of `programs` does, and its number among those: `special` of one kind.
 
     They come first or, with SPREAD, evenly among the others: where they take long, a few of them then compute at any
     time while the others keep the memory busy.
     """
     program = tl.program_id(0)
-    period = tl.num_programs(0) // tl.maximum(special, 1) if SPREAD else 1
+    period = programs // tl.maximum(special, 1) if SPREAD else 1
     before = tl.minimum((program + period - 1) // period, special)  # special programs with smaller ids
     is_special = (program % period == 0) & (program // period < special)
     return is_special, tl.where(is_special, before, program - before).to(tl.int64)

@@ -27,14 +27,13 @@ PRECISION = "ieee" if torch.version.hip else "tf32x3"
 ROWS = 32
 # Channels of one block of a packed phi.
 PHI_BLOCK = 32
-# Most channels per partial sum of the projection. Fixes the order of sums; one token spreads over C/2048 programs.
-PROJECTION_WIDTH = 2048
-# Most channels per partial sum of dH and dpost in J: few tokens of many channels must occupy the device too.
-GRADIENT_WIDTH = 1536
+# Least channels per partial sum of F1 and J, which fixes the order of their sums. Models with more channels train with
+# fewer tokens at a time: slices keep about as many programs of 32 tokens as a large device runs at once.
+SLICE_WIDTH = 2560
 # Tokens per partial sum of a parameter's gradient.
 TOKEN_CHUNK = 2048
 # Tokens whose residual maps one program computes: the backward keeps a history of each matrix entry in registers.
-RESIDUAL_TOKENS, RESIDUAL_TOKENS_BWD = 16, 8
+RESIDUAL_TOKENS, RESIDUAL_TOKENS_BWD = 16, 16
 
 
 # Bytes of shared memory that a program may have on Hopper.
@@ -95,9 +94,9 @@ def row_blocks(rows: int) -> int:
     return cdiv(rows, ROWS)
 
 
-def slice_width(channels: int, most: int) -> int:
-    """Channels per partial sum: as few slices as `most` allows, of equal width."""
-    slices = cdiv(channels, most)
+def slice_width(channels: int, least: int) -> int:
+    """Channels per partial sum: as many slices as have `least` channels, of equal width."""
+    slices = max(1, channels // least)
     return cdiv(cdiv(channels, slices), 64) * 64
 
 
@@ -168,6 +167,11 @@ def streams_bwd_launch(
 def channels_per_thread(launch: Launch) -> int:
     """Neighbouring channels of one token that a thread of J holds: warps beyond 32 tokens lie side by side."""
     return 8 * 4 * launch.block_t // 32 // launch.num_warps
+
+
+def packed_channels(streams: int, channels: int, rows: int) -> int:
+    """How phi's channels are packed for J."""
+    return channels_per_thread(streams_bwd_launch(streams, channels, rows=rows))
 
 
 def parameters_bwd_launch(rows: int, *, element_size: int, norm: bool) -> Launch:

@@ -16,9 +16,9 @@ from mhckit.recipe import Recipe
 
 from ._launch import ROWS, power_of_2, row_blocks
 
-# Iterations of Sinkhorn whose matrices the backward keeps in registers. They are unrolled: more take longer to compile
-# and more registers, fewer are run again more often.
-SEGMENT_ITERATIONS = 20
+# Iterations of Sinkhorn before which the backward keeps the matrix in registers. They are unrolled: more take longer to
+# compile and more registers, fewer are run again more often.
+SEGMENT_ITERATIONS = 10
 
 
 @dataclass(frozen=True, repr=False, eq=False)

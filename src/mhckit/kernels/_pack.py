@@ -4,7 +4,7 @@
     dz_parts[t, part_column(p)]                 where dz does not come from `_read_bwd`, which packs it
 
 Two parts keep 16 bits of mantissa, and tensor cores multiply bfloat16 exactly. Channels beyond C and rows beyond P are
-0. Packing anew in every backward costs a few microseconds and can never be stale.
+0. Packing anew in every backward can never be stale; beside a read, programs of `_read_bwd` do it on the way.
 """
 
 from __future__ import annotations
@@ -21,23 +21,31 @@ from ._launcher import run
 
 
 @triton.jit
-def pack_phi_kernel(
-    phi, norm_weight, phi_parts, C: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-    BLOCK: tl.constexpr,
+def pack_phi_block(
+    phi, norm_weight, phi_parts, block, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of 32 channels of one stream, for all rows."""
-    at, stream, row_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    p = row_block * ROWS + tl.arange(0, ROWS)
-    c = at * BLOCK + tl.arange(0, BLOCK)
+    """Block number `block` of phi_parts: 32 channels of one stream, for 32 rows."""
+    BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    stream = block // BLOCKS % N
+    p = block // (BLOCKS * N) * ROWS + tl.arange(0, ROWS)
+    c = block % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     here = (p < P)[:, None] & (c < C)[None, :]
-    value = load_float(phi, p[:, None] * (tl.num_programs(1) * C) + stream * C + c[None, :], here)
+    value = load_float(phi, p[:, None] * (N * C) + stream * C + c[None, :], here)
     if norm_weight is not None:
         value *= load_float(norm_weight, stream * C + c, c < C)[None, :]
     high, low = bfloat16_parts(pack_columns(value, CHANNELS))
-    block = (row_block * tl.num_programs(1) + stream) * tl.num_programs(0) + at
     offsets = (block * 2 * ROWS + tl.arange(0, ROWS)[:, None]) * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(phi_parts + offsets, high)
     tl.store(phi_parts + offsets + ROWS * BLOCK, low)
+
+
+@triton.jit
+def pack_phi_kernel(
+    phi, norm_weight, phi_parts, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    pack_phi_block(phi, norm_weight, phi_parts, tl.program_id(0).to(tl.int64), C, P, N, ROWS, CHANNELS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -50,23 +58,18 @@ def pack_dz_kernel(dz, dz_parts, T, P: tl.constexpr, PADDED: tl.constexpr, WIDTH
     tl.store(dz_parts + t[:, None] * WIDTH + part_column(p, 1)[None, :], low, mask=here)
 
 
-def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int, channels_per_thread: int) -> Tensor:
+def empty_phi_parts(phi: Tensor, streams: int) -> Tensor:
+    """[blocks, 2 ROWS, 32]: blocks of rows, of those streams, of those blocks of 32 channels."""
     P, C = phi.shape[0], phi.shape[1] // streams
-    grid = (cdiv(C, PHI_BLOCK), streams, row_blocks(P))
-    phi_parts = empty(phi, grid[2], streams, grid[0], 2 * ROWS, PHI_BLOCK, dtype=BFLOAT)
+    return empty(phi, row_blocks(P) * streams * cdiv(C, PHI_BLOCK), 2 * ROWS, PHI_BLOCK, dtype=BFLOAT)
+
+
+def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int, channels_per_thread: int) -> Tensor:
+    P, C, phi_parts = phi.shape[0], phi.shape[1] // streams, empty_phi_parts(phi, streams)
     run(
-        pack_phi_kernel,
-        grid,
-        phi,
-        norm_weight,
-        phi_parts,
-        C,
-        P,
-        ROWS=ROWS,
-        CHANNELS=channels_per_thread,
-        BLOCK=PHI_BLOCK,
-        num_warps=4,
-    )
+        pack_phi_kernel, (phi_parts.shape[0],), phi, norm_weight, phi_parts, C, P,
+        N=streams, ROWS=ROWS, CHANNELS=channels_per_thread, BLOCK=PHI_BLOCK, num_warps=4,
+    )  # fmt: skip
     return phi_parts
 
 

@@ -30,6 +30,8 @@ from ._streams_bwd import WriteGradients
 LOGIT_PARTS = 4
 # What one program of the last kernel adds up: columns of phi, or tokens whose sums over channels J left in slices.
 FINISH_COLUMNS, FINISH_TOKENS = 64, 32
+# Values that a program of the last kernel loads before it adds them.
+SUMMED_AT_ONCE = tl.constexpr(8192)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -136,7 +138,6 @@ def finish_kernel(
     PADDED_ROWS: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Add up the slots: `column_programs` programs take a block of channels each, of every sum over tokens; then some a
@@ -149,19 +150,19 @@ def finish_kernel(
     if norm_sums is not None:
         if at < C:
             c = at + tl.arange(0, BLOCK_K)
-            total = _sum_rows(norm_sums, chunks * (K // C), c, C, c < C, BLOCK_ROWS)
+            total = _sum_rows(norm_sums, chunks * (K // C), c, C, c < C)
             store_as(dout_norm_weight, c, total, c < C)
     if df_sums is not None:
         if at < C:
             c = at + tl.arange(0, BLOCK_K)
-            store_as(df_bias, c, _sum_rows(df_sums, df_count, c, C, c < C, BLOCK_ROWS), c < C)
+            store_as(df_bias, c, _sum_rows(df_sums, df_count, c, C, c < C), c < C)
     if write_sums is not None:
         if tl.program_id(0) >= column_programs:
             first = (tl.program_id(0) - column_programs).to(tl.int64) * BLOCK_T
             _finish_write(write_sums, dpost, dres, first, T, MATH.streams, SLICES, BLOCK_T)
     if dbias is not None:
         part = tl.num_programs(0) - 1 - tl.program_id(0)
-        _finish_logits(part, pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH, BLOCK_ROWS)
+        _finish_logits(part, pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH)
 
 
 @triton.jit
@@ -210,39 +211,38 @@ def _sum_slices(sums, t, k, mask, T, PER_TOKEN: tl.constexpr, SLICES: tl.constex
 
 
 @triton.jit
-def _finish_logits(
-    part, pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH: tl.constexpr, BLOCK_ROWS: tl.constexpr
-):
+def _finish_logits(part, pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH: tl.constexpr):
     """dbias and dscale from the sums of D and of D z r per program of `_read_bwd`; LOGIT_PARTS programs share them."""
     N: tl.constexpr = MATH.streams
     MORE: tl.constexpr = MATH.rows - N
     n = tl.arange(0, MATH.padded_streams)
     if part == 0:
-        store_as(dbias, n, _sum_rows(pre_sums, pre_count, n, 2 * N, n < N, BLOCK_ROWS), n < N)
+        store_as(dbias, n, _sum_rows(pre_sums, pre_count, n, 2 * N, n < N), n < N)
         if MATH.dynamic:
-            store_as(dscale, 0, tl.sum(_sum_rows(pre_sums + N, pre_count, n, 2 * N, n < N, BLOCK_ROWS), 0), True)
+            store_as(dscale, 0, tl.sum(_sum_rows(pre_sums + N, pre_count, n, 2 * N, n < N), 0), True)
     if MORE > 0:
         if part == 1:
-            store_as(dbias, N + n, _sum_rows(more_sums, more_count, n, 2 * MORE, n < N, BLOCK_ROWS), n < N)
+            store_as(dbias, N + n, _sum_rows(more_sums, more_count, n, 2 * MORE, n < N), n < N)
             if MATH.dynamic:
-                inner = _sum_rows(more_sums + MORE, more_count, n, 2 * MORE, n < N, BLOCK_ROWS)
+                inner = _sum_rows(more_sums + MORE, more_count, n, 2 * MORE, n < N)
                 store_as(dscale, 1, tl.sum(inner, 0), True)
     if MATH.logits > 0:
         p = tl.arange(0, MATH.padded_logits)
         if part == 2:
-            total = _sum_rows(more_sums + N, more_count, p, 2 * MORE, p < MATH.logits, BLOCK_ROWS)
+            total = _sum_rows(more_sums + N, more_count, p, 2 * MORE, p < MATH.logits)
             store_as(dbias, 2 * N + p, total, p < MATH.logits)
         if MATH.dynamic:
             if part == 3:
-                inner = _sum_rows(more_sums + MORE + N, more_count, p, 2 * MORE, p < MATH.logits, BLOCK_ROWS)
+                inner = _sum_rows(more_sums + MORE + N, more_count, p, 2 * MORE, p < MATH.logits)
                 store_as(dscale, 2, tl.sum(inner, 0), True)
 
 
 @triton.jit
-def _sum_rows(sums, count, columns, width, here, BLOCK_ROWS: tl.constexpr):
-    """Sum over the rows of [count, width] for these columns, BLOCK_ROWS at a time."""
+def _sum_rows(sums, count, columns, width, here):
+    """Sum over the rows of [count, width] for these columns, as many at a time as registers hold: few waits."""
+    BLOCK_ROWS: tl.constexpr = SUMMED_AT_ONCE // columns.shape[0]
     total = tl.zeros((BLOCK_ROWS, columns.shape[0]), tl.float32)
-    for start in tl.range(0, count, BLOCK_ROWS, num_stages=4):
+    for start in range(0, count, BLOCK_ROWS):
         row = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_ROWS)
         total += load_float(sums, row[:, None] * width + columns[None, :], (row < count)[:, None] & here[None, :])
     return tl.sum(total, 0)
@@ -328,6 +328,6 @@ def finish(
         0 if slots is None else slots.shape[0], 0 if df_sums is None else df_sums.shape[0],
         0 if pre is None else pre.shape[0], 0 if more is None else more.shape[0], column_programs,
         C=channels, K=K, P=rows, MATH=math, PADDED_ROWS=power_of_2(max(rows, 1)), SLICES=slices,
-        BLOCK_K=FINISH_COLUMNS, BLOCK_ROWS=128, BLOCK_T=FINISH_TOKENS, num_warps=4,
+        BLOCK_K=FINISH_COLUMNS, BLOCK_T=FINISH_TOKENS, num_warps=4,
     )  # fmt: skip
     return done

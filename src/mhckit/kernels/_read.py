@@ -79,7 +79,7 @@ def read_kernel(
     STAGES: tl.constexpr,
 ):
     sums = (partials, squares, splits, width)
-    is_residual, program = role_of_program(residual_programs, SPREAD=False)
+    is_residual, program = role_of_program(residual_programs, tl.num_programs(0), SPREAD=False)
     if not is_residual:
         t = program * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < T

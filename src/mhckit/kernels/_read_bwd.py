@@ -5,11 +5,11 @@
     D = dL/dlogits from dw, dpost and dH, through the sigmoids and the residual map
     dz = D scale r      k = 2/K dL/dms      sums over this program's tokens of D and of D z r
 
-so that the gradient of y, in `_streams_bwd`, is  g + w_i d + dz phi + k y  with d = e; with a norm, with u w_i in place
+so that the gradient of y, in `_streams_bwd`, is g + w_i d + dz phi + k y with d = e; with a norm, with u w_i in place
 of w_i, d = n e - b (u a). As in `_read`, some programs take post and H, whose logits need no sum over channels: the
 iteration of Sinkhorn runs again on chip while the memory serves the other programs. Their share of k is k_more. dz is
-stored in the parts that J and P multiply (`_pack`). Reads y and e: 10C bytes per token for 4 streams of 2-byte
-activations.
+stored in the parts that J and P multiply, and some more programs pack phi (`_pack`). Reads y and e: 10C bytes per token
+for 4 streams of 2-byte activations.
 """
 
 from __future__ import annotations
@@ -47,13 +47,14 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import FLOAT, RESIDUAL_TOKENS_BWD, Launch, cdiv, read_bwd_launch
+from ._launch import FLOAT, PHI_BLOCK, RESIDUAL_TOKENS_BWD, ROWS, Launch, cdiv, read_bwd_launch
 from ._launcher import run
 from ._math import Math
+from ._pack import pack_phi_block
 from ._residual import residual_map_backward
 
 
-@triton.jit(do_not_specialize=["T", "residual_programs"])
+@triton.jit(do_not_specialize=["T", "residual_programs", "pack_programs"])
 def read_bwd_kernel(
     y,
     dx_in,
@@ -75,14 +76,21 @@ def read_bwd_kernel(
     dweights,
     sums,
     more_sums,
+    phi,
+    phi_weight,
+    phi_parts,
     T,
     C: tl.constexpr,
     k_factor,
     residual_programs,
+    pack_programs,
     MATH: tl.constexpr,
     WEIGHTS: tl.constexpr,
     SEPARATE: tl.constexpr,
     RESIDUAL_T: tl.constexpr,
+    ROWS: tl.constexpr,
+    PACKED_CHANNELS: tl.constexpr,
+    PHI_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
@@ -90,8 +98,19 @@ def read_bwd_kernel(
     N: tl.constexpr = MATH.streams
     PADDED: tl.constexpr = MATH.padded_streams
     MORE: tl.constexpr = MATH.rows - N
-    is_residual, program = role_of_program(residual_programs, SPREAD=True)
-    if not is_residual:
+    programs = tl.num_programs(0) - pack_programs
+    is_residual, program = role_of_program(residual_programs, programs, SPREAD=True)
+    if tl.program_id(0) >= programs:
+        if phi_parts is not None:
+            block = (tl.program_id(0) - programs).to(tl.int64)
+            pack_phi_block(phi, phi_weight, phi_parts, block, C, MATH.rows, N, ROWS, PACKED_CHANNELS, PHI_BLOCK)
+    elif is_residual:
+        if SEPARATE:
+            _write_half_backward_alone(
+                dpost, dres, z, mean_square, scale, bias, dz, k_more, more_sums, program, T, k_factor, MATH,
+                RESIDUAL_T,
+            )  # fmt: skip
+    else:
         t = program * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < T
         n, is_stream = stream_index(MATH)
@@ -136,11 +155,6 @@ def read_bwd_kernel(
                 )
             if MATH.dynamic:
                 store_as(k_share, t, reciprocal_rms_backward(dr, ms, MATH) * k_factor, live)
-    elif SEPARATE:
-        _write_half_backward_alone(
-            dpost, dres, z, mean_square, scale, bias, dz, k_more, more_sums, program, T, k_factor, MATH,
-            RESIDUAL_T,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -284,6 +298,15 @@ class LogitSums(NamedTuple):
     more: Tensor | None
 
 
+class Packing(NamedTuple):
+    """phi, the weight folded into it, where its parts go, and how many channels of them lie side by side for J."""
+
+    phi: Tensor
+    weight: Tensor | None
+    parts: Tensor
+    channels_per_thread: int
+
+
 class CoefficientGradients(NamedTuple):
     """k is the sum of its two shares; k_more is None where one program does all."""
 
@@ -313,8 +336,9 @@ def read_bwd(
     read_weights: Tensor | None = None,
     norm_share: Tensor | None = None,
     dweights: Tensor | None = None,
+    packing: Packing | None = None,
 ) -> CoefficientGradients:
-    """Fill the given results and return the rest, on the device of like.
+    """Fill the given results and return the rest, on the device of like; phi is packed on the way.
 
     weights: a tensor [T, N], or what WEIGHTS may be; dz: where it goes, packed if it holds bfloat16.
     """
@@ -333,11 +357,14 @@ def read_bwd(
             empty(like, residual_programs or programs, 2, more, dtype=FLOAT) if more > 0 else None,
         )
     given = isinstance(weights, Tensor)
+    phi, phi_weight, phi_parts, packed_channels = packing or (None, None, None, 0)
+    pack_programs = 0 if phi_parts is None else phi_parts.shape[0]
     run(
-        read_bwd_kernel, (residual_programs + programs,),
+        read_bwd_kernel, (residual_programs + programs + pack_programs,),
         y, dx_in, *dmix, z, mean_square, scale, bias, weights if given else None, norm_weight, u,
-        dz, k, k_more, read_weights, norm_share, dweights, *(sums or (None, None)), tokens, channels, k_factor,
-        residual_programs, MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate,
-        RESIDUAL_T=RESIDUAL_TOKENS_BWD, **launch.meta(),
+        dz, k, k_more, read_weights, norm_share, dweights, *(sums or (None, None)), phi, phi_weight, phi_parts,
+        tokens, channels, k_factor, residual_programs, pack_programs,
+        MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=RESIDUAL_TOKENS_BWD,
+        ROWS=ROWS, PACKED_CHANNELS=packed_channels, PHI_BLOCK=PHI_BLOCK, **launch.meta(),
     )  # fmt: skip
     return CoefficientGradients(k, k_more, sums)

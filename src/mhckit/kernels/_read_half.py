@@ -13,12 +13,12 @@ from torch import Tensor
 from mhckit.ops._register import empty
 from mhckit.ops.coefficients import Parameters
 
-from ._launch import FLOAT, channels_per_thread, streams_bwd_launch, tokens_of
+from ._launch import FLOAT, packed_channels, tokens_of
 from ._math import Math
-from ._pack import empty_dz_parts, pack_phi
+from ._pack import empty_dz_parts, empty_phi_parts
 from ._parameters_bwd import Finished, PhiSums, chunk_sums, finish
 from ._read import read
-from ._read_bwd import LogitSums, read_bwd
+from ._read_bwd import LogitSums, Packing, read_bwd
 from ._streams_bwd import CollapseGradient, ProjectionGradient, WriteGradients
 from ._write_project import Projection
 
@@ -78,31 +78,25 @@ def read_half_bwd(
     read_weights = read_weights_of_backward(y, weights, out_norm_weight) if collapses else None
     norm_share = empty(y, *lead, dtype=FLOAT) if collapses and out_norm_weight is not None else None
     dweights = empty(weights, *weights.shape) if isinstance(weights, Tensor) else None
-    dz_parts = None if phi is None else empty_dz_parts(y, T, math.rows)
+    packing = dz_parts = None
+    if phi is not None:
+        dz_parts = empty_dz_parts(y, T, math.rows)
+        packing = Packing(phi, norm_weight, empty_phi_parts(phi, N), packed_channels(N, C, math.rows))
     gradients = read_bwd(
         y, dx_in, dmix, z, mean_square, scale, bias, math,
         like=y, tokens=T, channels=C, weights=weights, norm_weight=out_norm_weight, u=u,
         dz=dz_parts, k_factor=2 / (N * C),
         read_weights=None if read_weights is weights else read_weights, norm_share=norm_share, dweights=dweights,
+        packing=packing,
     )  # fmt: skip
     return ReadGradients(
         CollapseGradient(dx_in, read_weights, out_norm_weight, norm_share) if collapses else CollapseGradient(),
-        project_gradient(dz_parts, gradients.k, gradients.k_more, phi, norm_weight, y),
+        ProjectionGradient()
+        if packing is None
+        else ProjectionGradient(dz_parts, gradients.k, gradients.k_more, packing.parts, math.rows),
         dweights,
         gradients.sums,
     )
-
-
-def project_gradient(
-    dz_parts: Tensor | None, k: Tensor | None, k_more: Tensor | None, phi: Tensor | None, norm_weight: Tensor | None,
-    y: Tensor,
-) -> ProjectionGradient:  # fmt: skip
-    """What J takes of a projection: phi is packed here."""
-    if phi is None:
-        return ProjectionGradient()
-    _T, N, C = tokens_of(y)
-    channels = channels_per_thread(streams_bwd_launch(N, C, rows=phi.shape[0]))
-    return ProjectionGradient(dz_parts, k, k_more, pack_phi(phi, norm_weight, N, channels), phi.shape[0])
 
 
 def parameter_gradients(

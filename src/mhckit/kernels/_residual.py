@@ -2,7 +2,7 @@
 
 Matrices are [tokens, S, S] as the recipe stores them, padded to a power of two with `valid` false (R = 0) outside. MATH
 is a `_math.Math`. The formulas and the reasons for log space are in ops/sinkhorn.py. The backward runs the iteration
-again, a segment at a time, and keeps the matrix after each step in registers: nothing of it goes through memory.
+again, a segment at a time, and keeps the matrix before each iteration in registers: nothing of it goes through memory.
 """
 
 import triton
@@ -44,35 +44,32 @@ def residual_map_backward(dmatrix, logits, valid, MATH: tl.constexpr):
 
 @triton.jit
 def _iterate_backward(dmatrix, logits, valid, MATH: tl.constexpr):
-    """In segments from the last: each is run again from the start, its matrices are kept, and it is gone back through.
-
-    A segment may reach beyond the last iteration: its steps there change nothing, forward or backward.
+    """In segments from the last: each is run again from the start, the matrix before each iteration is kept, and it is
+    gone back through. A segment may reach beyond the last iteration: there nothing changes, forward or backward.
     """
+    LENGTH: tl.constexpr = MATH.segment_iterations
     start = _start(logits, valid, MATH)
-    LENGTH: tl.constexpr = 2 * MATH.segment_iterations
     dlog = dmatrix if MATH.segments > 0 else rounded_product(dmatrix, start)
     for segment in range(MATH.segments):
-        first = (MATH.segments - 1 - segment) * MATH.segment_iterations
+        first = (MATH.segments - 1 - segment) * LENGTH
         state = start
         for _ in range(first):
             state, _w = _first_step(state, valid, MATH)
             state, _w = _second_step(state, valid, MATH)
-        history = ()
+        before = ()
         for step in tl.static_range(LENGTH):
-            if step % 2 == 0:
-                after, divided = _first_step(state, valid, MATH)
-            else:
-                after, divided = _second_step(state, valid, MATH)
-            if MATH.iterations % MATH.segment_iterations != 0:
-                runs = first + step // 2 < MATH.iterations
-                after = tl.where(runs, after, state)
-                divided = tl.where(runs, divided, 0.0)
-            state = after
-            history = history + (divided,)
+            before = before + (state,)
+            after, _w = _first_step(state, valid, MATH)
+            after, _w = _second_step(after, valid, MATH)
+            state = tl.where(first + step < MATH.iterations, after, state)
         last = rounded_product(dmatrix, tl.exp(state) if MATH.log_space else state)
         dlog = tl.where(segment == 0, last, dlog)
         for step in tl.static_range(LENGTH):
-            dlog = _step_backward(dlog, history[LENGTH - 1 - step], (step % 2 == 0) != MATH.rows_first)
+            between, first_divided = _first_step(before[LENGTH - 1 - step], valid, MATH)
+            _after, second_divided = _second_step(between, valid, MATH)
+            dbefore = _step_backward(dlog, second_divided, not MATH.rows_first)
+            dbefore = _step_backward(dbefore, first_divided, MATH.rows_first)
+            dlog = tl.where(first + LENGTH - 1 - step < MATH.iterations, dbefore, dlog)
     return _start_backward(dlog, logits, valid, MATH)
 
 

@@ -40,9 +40,9 @@ from ._device import (
 )
 from ._launch import (
     FLOAT,
-    GRADIENT_WIDTH,
     PHI_BLOCK,
     ROWS,
+    SLICE_WIDTH,
     Launch,
     cdiv,
     channels_per_thread,
@@ -369,7 +369,7 @@ def write_streams_bwd(
     launch = streams_bwd_launch(
         N, C, rows=projection.rows, sums_df=f_bias is not None, shared=shared_memory_of(x.device)
     )
-    width = slice_width(C, GRADIENT_WIDTH) if projection.rows else C
+    width = slice_width(C, SLICE_WIDTH) if projection.rows else C
     slices, sums_per_token = cdiv(C, width), N if res is None else N * (N + 1)
     gradients = WriteGradients(
         empty(x, *x.shape),

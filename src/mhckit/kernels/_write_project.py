@@ -4,7 +4,7 @@
     partial[s,t,p] = sum_{k in slice s} y[t,k] phi[p,k] w[k]                 square[s,t] = sum_{k in slice s} y[t,k]^2
 
 Either half can be left out: without f nothing is written and x itself is projected; without phi it is `post`. Slices
-are up to PROJECTION_WIDTH channels of all streams; `_read` adds them up, in order. Reads x and f, writes y: 18C bytes
+are SLICE_WIDTH channels or more of all streams; `_read` adds them up, in order. Reads x and f, writes y: 18C bytes
 per token for 4 streams of 2-byte activations.
 """
 
@@ -33,8 +33,8 @@ from ._device import (
 from ._launch import (
     FLOAT,
     PRECISION,
-    PROJECTION_WIDTH,
     ROWS,
+    SLICE_WIDTH,
     cdiv,
     loads_are_wide,
     row_blocks,
@@ -215,7 +215,7 @@ def _project(
     y: Tensor | None,
 ) -> Projection:
     T, N, C = tokens_of(x)
-    P, width, wide = phi.shape[0], slice_width(C, PROJECTION_WIDTH), loads_are_wide(x)
+    P, width, wide = phi.shape[0], slice_width(C, SLICE_WIDTH), loads_are_wide(x)
     launch = write_project_launch(
         N, P, writes=f is not None, element_size=x.element_size(), wide=wide, shared=shared_memory_of(x.device)
     )

@@ -9,12 +9,11 @@ from torch import Tensor
 from mhckit.ops._register import empty, pack
 
 from ._device import load_float, store_as, tokens_of_program
-from ._launch import FLOAT, cdiv, tokens_of
+from ._launch import FLOAT, cdiv, packed_channels, tokens_of
 from ._launcher import run
-from ._pack import pack_dz
+from ._pack import pack_dz, pack_phi
 from ._parameters_bwd import chunk_sums, finish
-from ._read_half import project_gradient
-from ._streams_bwd import CollapseGradient, read_streams_bwd
+from ._streams_bwd import CollapseGradient, ProjectionGradient, read_streams_bwd
 from ._write_project import project_partials
 
 
@@ -62,7 +61,9 @@ def project_bwd(
     lead, (_T, N, C) = x.shape[:-2], tokens_of(x)
     dz = x.new_zeros(*lead, phi.shape[0], dtype=FLOAT) if dz is None else dz
     k = x.new_zeros(lead, dtype=FLOAT) if dms is None else dms * (2 / (N * C))
-    projection = project_gradient(pack_dz(dz, x), k, None, phi, norm_weight, x)
+    rows = phi.shape[0]
+    phi_parts = pack_phi(phi, norm_weight, N, packed_channels(N, C, rows))
+    projection = ProjectionGradient(pack_dz(dz, x), k, None, phi_parts, rows)
     dx = read_streams_bwd(x, None, CollapseGradient(), projection)
     if not need_phi:
         return pack((dx, None, None), otherwise=x)
