@@ -7,7 +7,7 @@ for permutation and where the logits themselves are wanted. Padding is 0. MATH i
 import triton
 import triton.language as tl
 
-from ._device import bfloat16_parts, load_float, part_column, rounded_product, store_as
+from ._device import bfloat16_parts, join_last, load_float, part_column, rounded_product, store_as
 
 
 @triton.jit
@@ -57,6 +57,25 @@ def matrix_index(MATH: tl.constexpr):
 
 
 @triton.jit
+def load_matrices(pointer, first, live, MATH: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """[tokens, S, S] from N*N values per token at first [tokens], stored transposed or not; 0 outside of N.
+
+    Loaded as a vector per column, so that a thread holds whole rows: sums along them stay inside it, sums of columns
+    inside its warp. Left to itself the compiler would spread a matrix over warps.
+    """
+    N: tl.constexpr = MATH.streams
+    PADDED: tl.constexpr = MATH.padded_streams
+    TOKENS: tl.constexpr = first.shape[0]
+    row = tl.arange(0, PADDED)[None, :]
+    at = tl.reshape(first[:, None] + row * (1 if TRANSPOSED else N), (TOKENS * PADDED,))
+    here = tl.reshape(live[:, None] & (row < N), (TOKENS * PADDED,))
+    columns = ()
+    for col in tl.static_range(PADDED):
+        columns = columns + (load_float(pointer, at + col * (N if TRANSPOSED else 1), here & (col < N)),)
+    return tl.reshape(join_last(columns), (TOKENS, PADDED, PADDED))
+
+
+@triton.jit
 def beside_residual(value, MATH: tl.constexpr):
     """[tokens] in a shape that broadcasts against the residual logits."""
     return value[:, None] if MATH.flat else value[:, None, None]
@@ -65,16 +84,20 @@ def beside_residual(value, MATH: tl.constexpr):
 @triton.jit
 def load_group(partials, GROUP: tl.constexpr, index, exists, t, live, splits, T, MATH: tl.constexpr):
     """A group of z's rows (0 pre, 1 post, 2 residual) for each token: partials [splits, T, P] summed in order."""
-    if GROUP == 2:
-        offsets = beside_residual(t, MATH) * MATH.rows + 2 * MATH.streams + index
-        mask = beside_residual(live, MATH) & exists
-    else:
-        offsets = t[:, None] * MATH.rows + GROUP * MATH.streams + index
-        mask = live[:, None] & exists
-    total = load_float(partials, offsets, mask)
+    first = t * MATH.rows + GROUP * MATH.streams
+    total = _load_group(partials, first, live, GROUP, index, exists, MATH)
     for split in range(1, splits):
-        total += load_float(partials, offsets + tl.cast(split, tl.int64) * T * MATH.rows, mask)
+        slot = partials + tl.cast(split, tl.int64) * T * MATH.rows
+        total += _load_group(slot, first, live, GROUP, index, exists, MATH)
     return total
+
+
+@triton.jit
+def _load_group(z, first, live, GROUP: tl.constexpr, index, exists, MATH: tl.constexpr):
+    if GROUP == 2 and not MATH.flat:
+        return load_matrices(z, first, live, MATH, False)
+    else:
+        return load_float(z, first[:, None] + index, live[:, None] & exists)
 
 
 @triton.jit

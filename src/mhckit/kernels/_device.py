@@ -16,20 +16,6 @@ def tokens_of_program(T, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def role_of_program(special, programs, SPREAD: tl.constexpr):
-    """Which of two kinds of work this one of `programs` does, and its number among those: `special` of one kind.
-
-    They come first or, with SPREAD, evenly among the others: where they take long, a few of them then compute at any
-    time while the others keep the memory busy.
-    """
-    program = tl.program_id(0)
-    period = programs // tl.maximum(special, 1) if SPREAD else 1
-    before = tl.minimum((program + period - 1) // period, special)  # special programs with smaller ids
-    is_special = (program % period == 0) & (program // period < special)
-    return is_special, tl.where(is_special, before, program - before).to(tl.int64)
-
-
-@triton.jit
 def channels_exist(c, C: tl.constexpr, BLOCK_C: tl.constexpr):
     """Which channels of a tile exist: all of them, known to the compiler, where tiles divide C."""
     if C % BLOCK_C == 0:
@@ -65,6 +51,24 @@ def load_per_token(pointer, t, live, COUNT: tl.constexpr):
     for k in tl.static_range(COUNT):
         columns = columns + (load_float(pointer, t * COUNT + k, live)[:, None],)
     return columns
+
+
+@triton.jit
+def join_last(tensors):
+    """[..., 2, ..., 2] from 2^n tensors [...], in order. A thread holds the values that it held of each."""
+    joined = tensors
+    for _ in tl.static_range(len(tensors).bit_length() - 1):
+        joined = _join_halves(joined)
+    return joined[0]
+
+
+@triton.jit
+def _join_halves(tensors):
+    HALF: tl.constexpr = len(tensors) // 2
+    pairs = ()
+    for k in tl.static_range(HALF):
+        pairs = pairs + (tl.join(tensors[k], tensors[k + HALF]),)
+    return pairs
 
 
 @triton.jit

@@ -32,8 +32,6 @@ PHI_BLOCK = 32
 SLICE_WIDTH = 2560
 # Tokens per partial sum of a parameter's gradient.
 TOKEN_CHUNK = 2048
-# Tokens whose residual maps one program computes: the backward keeps a history of each matrix entry in registers.
-RESIDUAL_TOKENS, RESIDUAL_TOKENS_BWD = 16, 16
 
 
 # Bytes of shared memory that a program may have on Hopper.
@@ -185,6 +183,6 @@ def _channel_step(channels: int, most: int) -> int:
     return max(16, min(power_of_2(channels), most))
 
 
-def sinkhorn_launch(streams: int) -> Launch:
-    """Two matrix entries per thread, whatever N."""
-    return Launch(block_t=max(1, 256 // power_of_2(streams) ** 2), block_c=1, num_warps=4)
+def residual_launch(streams: int) -> Launch:
+    """Residual maps, and coefficients without streams: a row of a matrix per thread."""
+    return Launch(block_t=max(1, 128 // power_of_2(streams)), block_c=16, num_warps=4)

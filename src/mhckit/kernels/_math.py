@@ -18,7 +18,7 @@ from ._launch import ROWS, power_of_2, row_blocks
 
 # Iterations of Sinkhorn before which the backward keeps the matrix in registers. They are unrolled: more take longer to
 # compile and more registers, fewer are run again more often.
-SEGMENT_ITERATIONS = 10
+SEGMENT_ITERATIONS = 4
 
 
 @dataclass(frozen=True, repr=False, eq=False)

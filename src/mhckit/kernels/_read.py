@@ -33,11 +33,10 @@ from ._device import (
     columns_of,
     load_float,
     load_streams,
-    role_of_program,
     rounded_product,
     store_as,
 )
-from ._launch import RESIDUAL_TOKENS, Launch, cdiv, read_launch
+from ._launch import cdiv, read_launch, residual_launch
 from ._launcher import run
 from ._math import Math
 from ._residual import residual_map
@@ -79,8 +78,9 @@ def read_kernel(
     STAGES: tl.constexpr,
 ):
     sums = (partials, squares, splits, width)
-    is_residual, program = role_of_program(residual_programs, tl.num_programs(0), SPREAD=False)
-    if not is_residual:
+    program = tl.program_id(0).to(tl.int64)
+    if program >= residual_programs:
+        program -= residual_programs
         t = program * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < T
         n, is_stream = stream_index(MATH)
@@ -251,9 +251,10 @@ def read(
 ) -> None:
     """Fill the given results. weights: a tensor [T, N], or what WEIGHTS may be; width: what divides the squares."""
     alone = isinstance(weights, str) and weights == "none"
-    launch = Launch(RESIDUAL_TOKENS, 16, num_warps=4) if alone else read_launch(math.streams, channels)
+    residual = residual_launch(math.streams)
+    launch = residual if alone else read_launch(math.streams, channels)
     separate = not alone and math.rows > math.streams
-    residual_programs = cdiv(tokens, RESIDUAL_TOKENS) if separate else 0
+    residual_programs = cdiv(tokens, residual.block_t) if separate else 0
     given = isinstance(weights, Tensor)
     splits = 1 if projection is None else projection.z.shape[0]
     run(
@@ -261,6 +262,6 @@ def read(
         y, *(projection or (None, None)), scale, bias, weights if given else None, norm_weight,
         x_in, pre, post, res if math.logits else None, z, mean_square, u if norm_weight is not None else None,
         tokens, channels, splits, width or float(math.streams * channels), norm_eps, constant, residual_programs,
-        MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=RESIDUAL_TOKENS,
+        MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
         **launch.meta(),
     )  # fmt: skip

@@ -26,8 +26,8 @@ from ._coefficients import (
     beside_residual,
     group_backward,
     load_group,
+    load_matrices,
     logits_of,
-    matrix_index,
     post_backward,
     pre_backward,
     pre_of,
@@ -43,11 +43,10 @@ from ._device import (
     from_columns,
     load_float,
     load_streams,
-    role_of_program,
     rounded_product,
     store_as,
 )
-from ._launch import FLOAT, PHI_BLOCK, RESIDUAL_TOKENS_BWD, ROWS, Launch, cdiv, read_bwd_launch
+from ._launch import FLOAT, PHI_BLOCK, ROWS, cdiv, read_bwd_launch, residual_launch
 from ._launcher import run
 from ._math import Math
 from ._pack import pack_phi_block
@@ -98,19 +97,20 @@ def read_bwd_kernel(
     N: tl.constexpr = MATH.streams
     PADDED: tl.constexpr = MATH.padded_streams
     MORE: tl.constexpr = MATH.rows - N
-    programs = tl.num_programs(0) - pack_programs
-    is_residual, program = role_of_program(residual_programs, programs, SPREAD=True)
-    if tl.program_id(0) >= programs:
+    program = tl.program_id(0).to(tl.int64)
+    packing = tl.num_programs(0) - pack_programs
+    if program >= packing:
         if phi_parts is not None:
-            block = (tl.program_id(0) - programs).to(tl.int64)
+            block = program - packing
             pack_phi_block(phi, phi_weight, phi_parts, block, C, MATH.rows, N, ROWS, PACKED_CHANNELS, PHI_BLOCK)
-    elif is_residual:
+    elif program < residual_programs:
         if SEPARATE:
             _write_half_backward_alone(
                 dpost, dres, z, mean_square, scale, bias, dz, k_more, more_sums, program, T, k_factor, MATH,
                 RESIDUAL_T,
             )  # fmt: skip
     else:
+        program -= residual_programs
         t = program * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < T
         n, is_stream = stream_index(MATH)
@@ -226,9 +226,7 @@ def _residual_backward(dres, z, r, scale, bias, dz, sums, t, live, T, MATH: tl.c
     elif MATH.residual == "logits":
         dlogits = load_float(dres, t[:, None] * MATH.logits + index, live[:, None] & is_logit)
     else:
-        entry, is_entry = matrix_index(MATH)
-        offsets = t[:, None, None] * (MATH.streams * MATH.streams) + entry
-        dmatrix = load_float(dres, offsets, live[:, None, None] & is_entry)
+        dmatrix = load_matrices(dres, t * (N * N), live, MATH, MATH.transposed)
         dlogits = residual_map_backward(dmatrix, logits, is_logit, MATH)
     return group_backward(
         dlogits, rows, inner, beside, scale, dz, sums, N, MATH.rows - N, 2, index, is_logit, t, live, MATH
@@ -343,10 +341,11 @@ def read_bwd(
     weights: a tensor [T, N], or what WEIGHTS may be; dz: where it goes, packed if it holds bfloat16.
     """
     alone = isinstance(weights, str) and weights == "none"
-    launch = Launch(RESIDUAL_TOKENS_BWD, 16, num_warps=4) if alone else read_bwd_launch(math.streams, channels)
+    residual = residual_launch(math.streams)
+    launch = residual if alone else read_bwd_launch(math.streams, channels)
     more = math.rows - math.streams
     separate = not alone and more > 0
-    residual_programs = cdiv(tokens, RESIDUAL_TOKENS_BWD) if separate else 0
+    residual_programs = cdiv(tokens, residual.block_t) if separate else 0
     programs = cdiv(tokens, launch.block_t)
     k = k_more = sums = None
     if math.rows:
@@ -364,7 +363,7 @@ def read_bwd(
         y, dx_in, *dmix, z, mean_square, scale, bias, weights if given else None, norm_weight, u,
         dz, k, k_more, read_weights, norm_share, dweights, *(sums or (None, None)), phi, phi_weight, phi_parts,
         tokens, channels, k_factor, residual_programs, pack_programs,
-        MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=RESIDUAL_TOKENS_BWD,
+        MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
         ROWS=ROWS, PACKED_CHANNELS=packed_channels, PHI_BLOCK=PHI_BLOCK, **launch.meta(),
     )  # fmt: skip
     return CoefficientGradients(k, k_more, sums)

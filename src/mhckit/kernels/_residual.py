@@ -108,7 +108,9 @@ def _normalise(state, valid, AXIS: tl.constexpr, MATH: tl.constexpr):
         state = tl.where(valid, state - log_divisor, float("-inf"))
         return state, tl.where(divided_by_sum, tl.exp(state), 0.0)
     else:
-        state = tl.where(valid, tl.div_rn(state, tl.sum(state, AXIS, keep_dims=True) + MATH.eps), 0.0)
+        # One reciprocal per sum: an ulp of error more, which the next step divides out.
+        reciprocal = tl.div_rn(1.0, tl.sum(state, AXIS, keep_dims=True) + MATH.eps)
+        state = tl.where(valid, rounded_product(state, reciprocal), 0.0)
         return state, state
 
 
