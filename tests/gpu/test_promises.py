@@ -37,6 +37,20 @@ def test_twenty_runs_give_the_same_bits(operator: str, channels: int, dtype: tor
 
 
 @each_operator
+@pytest.mark.parametrize("optional", [True, False])
+def test_a_repeated_call_does_as_one_through_triton(
+    operator: str, optional: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call of a kind repeats the launches of the first, on tensors of its own."""
+    first, other = (_call(operator, tokens=65, channels=136, optional=optional, seed=seed) for seed in (1, 2))
+    run(first, "triton")
+    repeated = run(other, "triton")
+    monkeypatch.setattr(_launcher, "observer", _launcher.run_now)
+    for name, value in run(other, "triton").items():
+        assert torch.equal(value, repeated[name]), name
+
+
+@each_operator
 @pytest.mark.parametrize("name", ["deepseek_v4", "paper"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_token_alone_and_in_a_batch(operator: str, name: str, dtype: torch.dtype) -> None:

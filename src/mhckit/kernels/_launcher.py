@@ -9,8 +9,10 @@ On AMD a launch also depends on whether a tensor exceeds 2 GB: there each goes t
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +28,23 @@ _INT32_MAX = 2**31 - 1
 observer: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None] | None = None
 
 
-class _Compiled(NamedTuple):
+class Compiled(NamedTuple):
+    """A kernel as the driver takes it, and the constants that end its arguments."""
+
     run: Callable[..., None]
     function: Any
     metadata: Any
     constants: tuple[Any, ...]
 
 
-_compiled: dict[tuple[Any, ...], _Compiled] = {}
+class Recorded(NamedTuple):
+    kernel: Compiled
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+
+
+_compiled: dict[tuple[Any, ...], Compiled] = {}
+_recording = threading.local()
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -45,34 +56,60 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Non
 
 
 def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    if not isinstance(kernel, JITFunction) or torch.version.hip or _is_observed(kernel):
+    launches = getattr(_recording, "launches", None)
+    if not isinstance(kernel, JITFunction) or not goes_straight():
         kernel[grid](*args, **constants)
+        if launches is not None:
+            launches.append(None)
         return
-    device = torch.cuda.current_device()
-    key = (kernel, device, *_kinds(kernel, args), *constants.values())
+    if 0 in grid:
+        return
+    key = (kernel, torch.cuda.current_device(), *_kinds(kernel, args), *constants.values())
+    whole_grid = (*grid, 1, 1)[:3]
     compiled = _compiled.get(key)
-    if compiled is None:
-        if 0 in grid:
-            return
+    if compiled is not None:
+        repeat([(compiled, whole_grid, args)])
+    else:
         if _autotune.is_enabled():
             constants = _autotune.tuned(kernel, grid, args, constants)
         launched = kernel[grid](*args, **constants)
         if launched is not None:  # a hook of Triton's can forbid a compilation
-            _compiled[key] = _remember(kernel, launched, args, constants)
-        return
-    width, height, depth = (*grid, 1, 1)[:3]
-    if width and height and depth:
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        compiled.run(
-            width, height, depth, stream, compiled.function, compiled.metadata, None, None, None,
-            *args, *compiled.constants,
-        )  # fmt: skip
+            compiled = _compiled[key] = _remember(kernel, launched, args, constants)
+    if launches is not None:
+        launches.append(None if compiled is None else Recorded(compiled, whole_grid, args))
 
 
-def _remember(kernel: JITFunction, compiled: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> _Compiled:
+def repeat(launches: list[tuple[Compiled, tuple[int, int, int], tuple[Any, ...]]]) -> None:
+    """Launch compiled kernels, one after the other, each with its arguments but for the constants: tensors or
+    pointers, numbers and None.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+    for (run, function, metadata, constants), grid, args in launches:
+        run(*grid, stream, function, metadata, None, None, None, *args, *constants)
+
+
+def goes_straight() -> bool:
+    """Whether launches may bypass Triton: nobody listens to its hooks or to ours, and there is nothing else to ask."""
+    hooks = knobs.runtime
+    return not (
+        hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or observer is not None or torch.version.hip
+    )
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Recorded | None]]:
+    """The launches that this thread makes; None for one that went through Triton and cannot be repeated."""
+    _recording.launches = launches = []
+    try:
+        yield launches
+    finally:
+        _recording.launches = None
+
+
+def _remember(kernel: JITFunction, compiled: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Compiled:
     """What a launch needs of a kernel that Triton has just compiled and launched."""
     rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-    return _Compiled(compiled.run, compiled.function, compiled.packed_metadata, rest)
+    return Compiled(compiled.run, compiled.function, compiled.packed_metadata, rest)
 
 
 def _kinds(kernel: JITFunction, args: tuple[Any, ...]) -> list[Any]:
@@ -91,9 +128,3 @@ def _kinds(kernel: JITFunction, args: tuple[Any, ...]) -> list[Any]:
 def _counts(kernel: JITFunction) -> tuple[bool, ...]:
     """Which arguments are numbers that are known at run time only."""
     return tuple(not parameter.is_constexpr and bool(parameter.do_not_specialize) for parameter in kernel.params)
-
-
-def _is_observed(kernel: JITFunction) -> bool:
-    """Whether somebody wants to hear of launches through Triton's hooks: a profiler, say."""
-    hooks = knobs.runtime
-    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or kernel.pre_run_hooks)

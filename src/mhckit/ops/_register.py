@@ -31,31 +31,32 @@ from mhckit.recipe import Recipe
 def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define ``mhckit::<name>`` with its implementation for every device and its fake.
 
-    Returns a function that calls it: through torch's dispatcher, or straight where that would only cost time.
+    Returns a function that calls it: through torch's dispatcher, or straight where that would only cost time. Then
+    None may stand for what is absent.
     """
     qualified = f"mhckit::{name}"
     arguments, returns = schema.split(") -> ")
     takes_recipe = arguments.endswith("str recipe")
 
-    def unpack(args: tuple[Any, ...]) -> tuple[list[Any], str]:
-        *rest, chosen = args
-        if takes_recipe:
-            rest[-1] = Recipe.from_key(rest[-1])
-        return rest, chosen
+    def unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _with_recipe(args[:-1]) if takes_recipe else args[:-1]
+
+    def run_kernel(args: tuple[Any, ...], *, none_for_absent: bool) -> Any:
+        device = _device_of(args)
+        with _current(device):
+            return _kernel(name, device, takes_recipe)(args[:-1], none_for_absent=none_for_absent)
 
     def run(*args: Any) -> Any:
-        rest, chosen = unpack(args)
-        device = next(arg for arg in rest if isinstance(arg, Tensor)).device
-        if chosen == "triton":
-            with _current(device):
-                return _kernel(name, device)(*[_aligned(arg) if isinstance(arg, Tensor) else arg for arg in rest])
+        if args[-1] == "triton":
+            return run_kernel(args, none_for_absent=False)
+        device, rest = _device_of(args), unpack(args)
         # Here, not in Function.backward: torch 2.6's Dynamo mixes up inputs when both sides trace a `contiguous`.
         rest = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in rest]
         with _without_autocast(device.type):
             return _contiguous(reference(*rest))
 
     def run_fake(*args: Any) -> Any:
-        return fake(*unpack(args)[0])
+        return fake(*unpack(args))
 
     torch.library.define(qualified, f"{arguments}, str backend) -> {returns}")
     torch.library.impl(qualified, "CompositeExplicitAutograd", run)
@@ -63,7 +64,7 @@ def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Cal
     operator = getattr(torch.ops.mhckit, name).default
 
     def call(*args: Any) -> Any:
-        return run(*args) if _is_plain(args) else operator(*args)
+        return run_kernel(args, none_for_absent=True) if _is_plain(args) else operator(*args)
 
     return call
 
@@ -85,7 +86,7 @@ def room_for(tensors: Iterable[Tensor | None], *, otherwise: Tensor) -> tuple[Te
 
 def accumulator(x: Tensor) -> torch.dtype:
     """The dtype of coefficients and of every sum: float32, or float64 for float64 streams."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def rounded(
@@ -110,6 +111,11 @@ def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 def needed(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """What backward returns: a gradient per input, None where autograd wants none (then it may be absent)."""
     return tuple(gradients[i] if need and i < len(gradients) else None for i, need in enumerate(needs))
+
+
+def mark_hidden(ctx: Any, *outputs: Tensor | None) -> None:
+    """Outputs that are no results: saved for backward, or absent."""
+    ctx.mark_non_differentiable(*(output for output in outputs if output is not None))
 
 
 def call_backward(op: Any, *args: Any) -> Any:
@@ -169,9 +175,18 @@ class _Backward(Operator):
         raise RuntimeError("mhckit's operators can be differentiated once: second derivatives are not implemented")
 
 
+def _device_of(args: tuple[Any, ...]) -> torch.device:
+    return next(arg for arg in args if isinstance(arg, Tensor)).device
+
+
+def _with_recipe(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments whose last is the key of a Recipe, with the Recipe in its place."""
+    return *args[:-1], Recipe.from_key(args[-1])
+
+
 @functools.cache
-def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
-    """A kernel's launcher, loaded on first use; raises where Triton cannot run it."""
+def _kernel(name: str, device: torch.device, takes_recipe: bool) -> Callable[..., Any]:
+    """A kernel's host function, loaded on first use; raises where Triton cannot run it."""
     try:
         importlib.import_module("mhckit.kernels._runtime").check(device)
     except ImportError as error:
@@ -180,7 +195,9 @@ def _kernel(name: str, device: torch.device) -> Callable[..., Any]:
             "install Triton, or use mhckit.backend('reference')"
         ) from error
     operator = name.rsplit("_", 1)[0]
-    return getattr(importlib.import_module(f"mhckit.kernels.{operator}"), name)
+    kernel = getattr(importlib.import_module(f"mhckit.kernels.{operator}"), name)
+    planned = importlib.import_module("mhckit.kernels._plan").Planned
+    return planned((lambda *args: kernel(*_with_recipe(args))) if takes_recipe else kernel)
 
 
 def _is_plain(args: tuple[Any, ...]) -> bool:
@@ -210,7 +227,7 @@ def _is_plain_tensor(tensor: Tensor) -> bool:
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """Contiguous, and a view that starts between 16-byte boundaries is copied.
 
     Triton compiles another kernel for it, with narrow loads and other orders of summation: slow, and a token would not

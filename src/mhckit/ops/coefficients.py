@@ -27,6 +27,7 @@ from ._register import (
     call_backward,
     contiguous,
     empty,
+    mark_hidden,
     needed,
     pack,
     register,
@@ -146,17 +147,22 @@ def parameters_with_gradients(parameters: Parameters, need_phi: bool) -> tuple[T
 
 
 def save_with_coefficients(
-    ctx: Any, tensors: Sequence[Any], res: Tensor, z: Tensor, ms: Tensor, u: Tensor | None = None, normed: bool = False
+    ctx: Any,
+    tensors: Sequence[Any],
+    res: Tensor | None,
+    z: Tensor | None,
+    ms: Tensor | None,
+    u: Tensor | None = None,
+    normed: bool | None = None,
 ) -> None:
-    """Save what backward needs of an operator that computes coefficients: its inputs, z and ms, and a norm's u.
+    """Save what backward needs of an operator that computes coefficients: its inputs, z and ms, and a norm's u, if the
+    operator can have one (``normed`` is then whether it has).
 
     z, ms and u are outputs for this purpose alone, and saved as None where they are absent.
     """
-    norms = () if u is None else (u,)
-    ctx.save_for_backward(
-        *tensors, *((z, ms) if ctx.recipe.dynamic else (None, None)), *(norms if normed else (None,) * len(norms))
-    )
-    ctx.mark_non_differentiable(z, ms, *norms, *((res,) if ctx.recipe.residual == "identity" else ()))
+    norms = () if normed is None else (u if normed else None,)
+    ctx.save_for_backward(*tensors, *((z, ms) if ctx.recipe.dynamic else (None, None)), *norms)
+    mark_hidden(ctx, z, ms, u, res if ctx.recipe.residual == "identity" else None)
     ctx.set_materialize_grads(False)
 
 

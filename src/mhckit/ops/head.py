@@ -28,6 +28,7 @@ from ._register import (
     call_backward,
     contiguous,
     empty,
+    mark_hidden,
     needed,
     register,
     room_for,
@@ -150,7 +151,7 @@ class _Head(Operator):
         _h, z, ms = output
         learned = tensors[1] is not None
         ctx.save_for_backward(*tensors, *((z, ms) if learned else (None, None)))
-        ctx.mark_non_differentiable(z, ms)
+        mark_hidden(ctx, z, ms)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

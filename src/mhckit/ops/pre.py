@@ -25,6 +25,7 @@ from ._register import (
     call_backward,
     contiguous,
     empty,
+    mark_hidden,
     needed,
     register,
     room_for,
@@ -110,7 +111,7 @@ class _Pre(Operator):
         *tensors, _norm_eps, _out_dtype, ctx.backend = inputs
         _x_in, u = output
         ctx.save_for_backward(*tensors, None if tensors[-1] is None else u)
-        ctx.mark_non_differentiable(u)
+        mark_hidden(ctx, u)
 
     @staticmethod
     def backward(ctx: Any, dx_in: Tensor, _du: Tensor) -> tuple[Tensor | None, ...]:

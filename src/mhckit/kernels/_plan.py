@@ -1,0 +1,185 @@
+"""Calls like an earlier one are repeated without working out again what to allocate and launch.
+
+Both depend on the shapes, the dtypes and the constants among an operator's arguments alone. So the first call of a kind
+is watched, its allocations through torch's dispatch and its launches in `_launcher`, and the next ones allocate the
+results, one buffer for everything between them, and launch: a fraction of the time that the Python in this package
+takes. What did anything else on the way (a fill, a view, a copy) is not repeated but called as before.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mhckit.ops._register import aligned
+
+from . import _launcher
+
+# Beyond so many kinds of calls, as with a new number of tokens in every batch, all are forgotten.
+MAX_PLANS = 512
+# Bytes; what the caching allocator aligns its blocks to is more.
+_ALIGNMENT = 256
+
+
+class _Launch(NamedTuple):
+    """A compiled kernel, and which of a call's values are its arguments."""
+
+    kernel: _launcher.Compiled
+    grid: tuple[int, ...]
+    pick: Callable[[list[Any]], tuple[Any, ...]]
+
+
+class _Plan(NamedTuple):
+    """The values of a call are, in this order: pointers to its tensors, to the results, into the buffer; constants."""
+
+    results: tuple[tuple[int, torch.Size, torch.dtype], ...]  # and which tensor of the call is just like it, or -1
+    returned: tuple[int | torch.dtype, ...]  # a result's number, or the dtype of one that is absent
+    alone: bool  # one result, not a tuple of them
+    buffer: int
+    offsets: tuple[int, ...]
+    constants: tuple[Any, ...]
+    launches: tuple[_Launch, ...]
+
+    def repeat(self, tensors: list[Tensor], pointers: list[int], none_for_absent: bool) -> Any:
+        like = tensors[0]
+        results = [
+            torch.empty_like(tensors[model]) if model >= 0 else like.new_empty(shape, dtype=dtype)
+            for model, shape, dtype in self.results
+        ]
+        values: list[Any] = pointers + [result.data_ptr() for result in results]
+        if self.buffer:
+            buffer = like.new_empty(self.buffer, dtype=torch.uint8)
+            start = buffer.data_ptr()
+            values += [start + offset for offset in self.offsets]
+        values += self.constants
+        _launcher.repeat([(kernel, grid, pick(values)) for kernel, grid, pick in self.launches])
+        if self.alone:
+            return results[0]
+        if none_for_absent:
+            return tuple([results[which] if isinstance(which, int) else None for which in self.returned])
+        return tuple(
+            [results[which] if isinstance(which, int) else like.new_empty(0, dtype=which) for which in self.returned]
+        )
+
+
+class Planned:
+    """A kernel's host function that remembers its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.plans: dict[tuple[Any, ...], _Plan | None] = {}
+
+    def __call__(self, args: Sequence[Any], *, none_for_absent: bool) -> Any:
+        """Results of the function, the absent ones as they are or, where the call is repeated and asked to, None."""
+        kind: list[Any] = []
+        tensors: list[Tensor] = []
+        pointers: list[int] = []
+        for argument in args:
+            if isinstance(argument, Tensor):
+                pointer = argument.data_ptr()
+                if pointer % 16 or not argument.is_contiguous():
+                    args = [aligned(each) if isinstance(each, Tensor) else each for each in args]
+                    return self(args, none_for_absent=none_for_absent)
+                tensors.append(argument)
+                pointers.append(pointer)
+                kind += (argument.shape, argument.dtype)
+            else:
+                kind.append(argument)
+        if not _may_repeat(tensors[0]):
+            return self.function(*args)
+        key = tuple(kind)
+        if key not in self.plans:
+            return self._watched(key, args, tensors, pointers)
+        plan = self.plans[key]
+        if plan is None:
+            return self.function(*args)
+        return plan.repeat(tensors, pointers, none_for_absent)
+
+    def _watched(self, key: tuple[Any, ...], args: Sequence[Any], tensors: list[Tensor], pointers: list[int]) -> Any:
+        if len(set(pointers)) < len(pointers) or 0 in pointers:
+            return self.function(*args)  # the same tensor twice, or no elements: not what most calls look like
+        with _Allocations() as allocations, _launcher.recorded() as launches:
+            result = self.function(*args)
+        if len(self.plans) >= MAX_PLANS:
+            self.plans.clear()
+        self.plans[key] = _plan(result, tensors, pointers, allocations, launches)
+        return result
+
+
+def _may_repeat(tensor: Tensor) -> bool:
+    return tensor.is_cuda and _launcher.goes_straight()
+
+
+class _Allocations(TorchDispatchMode):
+    """Sees every operator of torch: which tensors were allocated, and whether there was anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+        self.complete = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.new_empty.default:
+            self.tensors.append(result)
+        else:
+            self.complete = False
+        return result
+
+
+def _plan(
+    result: Any,
+    tensors: list[Tensor],
+    pointers: list[int],
+    allocations: _Allocations,
+    launches: list[_launcher.Recorded | None],
+) -> _Plan | None:
+    """How to repeat a call, or None where more happened than allocations and launches."""
+    alone = isinstance(result, Tensor)
+    returned: tuple[Tensor, ...] = (result,) if alone else tuple(result)
+    allocated = {tensor.data_ptr(): tensor for tensor in allocations.tensors if tensor.numel()}
+    kept = [tensor for tensor in returned if tensor.numel()]
+    inner = [tensor for pointer, tensor in allocated.items() if all(tensor is not other for other in kept)]
+    if not allocations.complete or any(allocated.get(tensor.data_ptr()) is not tensor for tensor in kept):
+        return None
+    slots = {pointer: slot for slot, pointer in enumerate([*pointers, *(t.data_ptr() for t in kept + inner)])}
+    offsets, end = [], 0
+    for tensor in inner:
+        offsets.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    constants: list[Any] = []
+    picks = []
+    for launch in launches:
+        if launch is None:
+            return None
+        chosen = []
+        for argument in launch.args:
+            if isinstance(argument, Tensor) and argument.numel():
+                if argument.data_ptr() not in slots:
+                    return None
+                chosen.append(slots[argument.data_ptr()])
+            else:
+                constants.append(0 if isinstance(argument, Tensor) else argument)
+                chosen.append(len(slots) + len(constants) - 1)
+        picks.append(_Launch(launch.kernel, launch.grid, operator.itemgetter(*chosen)))
+    index = {id(tensor): position for position, tensor in enumerate(kept)}
+    return _Plan(
+        tuple((_model(tensor, tensors), tensor.shape, tensor.dtype) for tensor in kept),
+        tuple(index.get(id(tensor), tensor.dtype) for tensor in returned),
+        alone,
+        end,
+        tuple(offsets),
+        tuple(constants),
+        tuple(picks),
+    )
+
+
+def _model(result: Tensor, tensors: list[Tensor]) -> int:
+    """A tensor of the call with this shape and dtype: allocating like it takes half the time. -1 if there is none."""
+    matches = (i for i, t in enumerate(tensors) if t.shape == result.shape and t.dtype == result.dtype)
+    return next(matches, -1)

@@ -1,0 +1,156 @@
+"""Repeated calls, without a GPU: launches go to a kernel that only notes its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton.language import constexpr
+from triton.runtime.jit import JITFunction
+
+from mhckit.kernels import _launcher, _plan
+from mhckit.kernels._plan import Planned
+from mhckit.ops._register import absent, empty
+
+
+def _add(x, w, inner, out, factor, N: constexpr):
+    """Stands for a kernel; never compiled."""
+
+
+KERNEL = JITFunction(_add)
+
+
+class Device:
+    """Takes launches like a GPU's driver."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.calls = 0
+
+    def run_now(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        compiled = _launcher.Compiled(lambda *values: self.launched.append(values), "function", "metadata", (4,))
+        if (launches := getattr(_launcher._recording, "launches", None)) is not None:
+            launches.append(_launcher.Recorded(compiled, (*grid, 1, 1)[:3], args))
+
+    def host(self, x: Tensor, w: Tensor | None, factor: float) -> tuple[Tensor, ...]:
+        """A result like x, one of another shape, and an absent one; something in between."""
+        self.calls += 1
+        inner, more = empty(x, 3), empty(x, 5, dtype=torch.float64)
+        out, other = empty(x, *x.shape), empty(x, 2, dtype=torch.float32)
+        _launcher.run(KERNEL, (x.shape[0],), x, w, inner, out, factor, N=4)
+        _launcher.run(KERNEL, (7, 2), more, inner, other, absent(x), None, N=4)
+        return out, other, absent(x)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    device = Device()
+    monkeypatch.setattr(_launcher, "run_now", device.run_now)
+    monkeypatch.setattr(_plan, "_may_repeat", lambda tensor: _launcher.goes_straight())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: "stream", raising=False)
+    return device
+
+
+def _x(*shape: int) -> Tensor:
+    return torch.randn(shape or (3, 8), dtype=torch.float64)
+
+
+def test_a_call_like_an_earlier_one_launches_the_same_on_its_own_tensors(device: Device) -> None:
+    planned = Planned(device.host)
+    planned([_x(), _x(4), 2.0], none_for_absent=True)
+    assert (device.calls, device.launched) == (1, [])
+    x, w = _x(), _x(4)
+    out, other, nothing = planned([x, w, 2.0], none_for_absent=True)
+    assert device.calls == 1, "the host function did not run again"
+    first, second = device.launched
+    inner = first[11]
+    start = (3, 1, 1, "stream", "function", "metadata", None, None, None)
+    assert first == (*start, x.data_ptr(), w.data_ptr(), inner, out.data_ptr(), 2.0, 4)
+    more = second[9]
+    assert second == (7, 2, *start[2:], more, inner, other.data_ptr(), 0, None, 4)
+    assert abs(more - inner) >= min(3 * 8, 5 * 8) and inner % 16 == more % 16, "room of their own, aligned"
+    assert out.shape == x.shape and out.dtype == torch.float64 and out.is_contiguous()
+    assert other.shape == (2,) and other.dtype == torch.float32
+    assert nothing is None
+    again = planned([x, w, 2.0], none_for_absent=False)
+    assert again[0].data_ptr() != out.data_ptr(), "results are allocated anew"
+    assert again[2].shape == (0,) and again[2].dtype == torch.float64
+
+
+def test_another_kind_of_call_is_worked_out_anew(device: Device) -> None:
+    planned = Planned(device.host)
+    kinds = (
+        [_x(), _x(4), 2.0],
+        [_x(5, 8), _x(4), 2.0],
+        [_x(), None, 2.0],
+        [_x(), _x(4), 3.0],
+        [_x().float(), None, 2.0],
+    )
+    for args in (*kinds, *kinds):
+        planned(args, none_for_absent=True)
+    assert device.calls == len(kinds)
+
+
+def test_tensors_that_are_not_aligned_are_copied(device: Device) -> None:
+    planned = Planned(device.host)
+    planned([_x(), None, 2.0], none_for_absent=True)
+    for x in (_x(8, 3).T, torch.randn(25, dtype=torch.float64)[1:].view(3, 8)):
+        planned([x, None, 2.0], none_for_absent=True)
+    pointers = [values[9] for values in device.launched[::2]]
+    assert device.calls == 1 and all(pointer % 16 == 0 for pointer in pointers)
+
+
+def test_what_cannot_be_repeated_is_called_every_time(device: Device) -> None:
+    def fills(x: Tensor, w: Tensor | None, factor: float) -> tuple[Tensor, ...]:
+        x.new_zeros(3)
+        return device.host(x, w, factor)
+
+    def views(x: Tensor, w: Tensor | None, factor: float) -> tuple[Tensor, ...]:
+        out, other, nothing = device.host(x, w, factor)
+        return out.view(-1), other, nothing
+
+    def hands_on(x: Tensor, w: Tensor | None, factor: float) -> tuple[Tensor, ...]:
+        return x, *device.host(x, w, factor)[1:]
+
+    for function in (fills, views, hands_on):
+        device.calls, planned = 0, Planned(function)
+        for _ in range(3):
+            planned([_x(), _x(4), 2.0], none_for_absent=True)
+        assert device.calls == 3, function.__name__
+    assert device.launched == []
+
+
+def test_a_tensor_that_came_twice_may_come_as_two_later(device: Device) -> None:
+    planned, x = Planned(device.host), _x()
+    planned([x, x, 2.0], none_for_absent=True)
+    planned([_x(), _x(), 2.0], none_for_absent=True)
+    x, w = _x(), _x()
+    planned([x, w, 2.0], none_for_absent=True)
+    assert device.calls == 2
+    assert device.launched[0][9:11] == (x.data_ptr(), w.data_ptr())
+
+
+def test_no_tokens(device: Device) -> None:
+    planned = Planned(device.host)
+    for _ in range(2):
+        assert planned([_x(0, 8), None, 2.0], none_for_absent=True)[0].shape == (0, 8)
+    assert device.calls == 2
+
+
+def test_those_who_watch_launches_see_them(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, seen = Planned(device.host), []
+    planned([_x(), None, 2.0], none_for_absent=True)
+    monkeypatch.setattr(_launcher, "observer", lambda *launch: seen.append(launch))
+    planned([_x(), None, 2.0], none_for_absent=True)
+    assert len(seen) == 2 and device.launched == []
+
+
+def test_plans_do_not_pile_up(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_plan, "MAX_PLANS", 3)
+    planned = Planned(device.host)
+    for tokens in range(1, 9):
+        planned([_x(tokens, 8), None, 2.0], none_for_absent=True)
+        assert len(planned.plans) <= 3
