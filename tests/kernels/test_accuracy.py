@@ -10,7 +10,7 @@ from accuracy import assert_accurate
 from recipes import every_recipe
 
 from mhckit import Recipe
-from mhckit.kernels import _math, _streams_bwd, _write_project
+from mhckit.kernels import _launch, _math, _streams_bwd, _write_project
 from mhckit.recipe import MAX_PERMUTATION_STREAMS
 from mhckit.testing import OPERATORS, Call, make_call
 
@@ -102,11 +102,15 @@ def test_parameters_in_any_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("operator", [operator for operator in OPERATORS if operator not in ("activate", "sinkhorn")])
 def test_several_slices_of_channels_and_programs(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More than one slice of the projection and of J's sums, and more than one program along every axis."""
+    """More than one slice of the projection and of J's sums, and more than one program along every axis.
+
+    Interpreted, also more than one chunk of tokens; on a GPU test_large.py has those.
+    """
     channels = 5128
     if DEVICE == "cpu":  # interpreted, narrow slices show the same in a tenth of the time
         monkeypatch.setattr(_write_project, "SLICE_WIDTH", 64)
         monkeypatch.setattr(_streams_bwd, "SLICE_WIDTH", 64)
+        monkeypatch.setattr(_launch, "TOKEN_CHUNK", 16)
         channels = 170
     assert channels >= 2 * max(_write_project.SLICE_WIDTH, _streams_bwd.SLICE_WIDTH)
     tokens = 67 if operator == "project" else 35

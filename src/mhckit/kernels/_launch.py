@@ -30,9 +30,8 @@ PHI_BLOCK = 32
 # Least channels per partial sum of F1 and J, which fixes the order of their sums. Models with more channels train with
 # fewer tokens at a time: slices keep about as many programs of 32 tokens as a large device runs at once.
 SLICE_WIDTH = 2560
-# Tokens per partial sum of a parameter's gradient.
+# Tokens per partial sum of a parameter's gradient, about, for each block of rows of phi.
 TOKEN_CHUNK = 2048
-
 
 # Bytes of shared memory that a program may have on Hopper.
 LARGE_SHARED_MEMORY = 227 << 10
@@ -176,6 +175,11 @@ def parameters_bwd_launch(rows: int, *, element_size: int, norm: bool) -> Launch
     """P: accumulators of 64 rows by BLOCK_C columns per block of rows, so the more rows, the fewer columns."""
     step = 256 if element_size == 2 and not norm else 128
     return Launch(block_t=32, block_c=max(32, step // power_of_2(max(row_blocks(rows), 1))), num_warps=4, num_stages=3)
+
+
+def token_chunks(tokens: int, rows: int) -> int:
+    """Partial sums of a parameter's gradient over the tokens. Each takes memory, the more the more rows phi has."""
+    return max(1, round(tokens / (TOKEN_CHUNK * max(row_blocks(rows), 1))))
 
 
 def _channel_step(channels: int, most: int) -> int:

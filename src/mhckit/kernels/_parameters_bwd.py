@@ -20,7 +20,17 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import channels_exist, load_float, part_column, rounded_product, store_as, sum_parts
-from ._launch import FLOAT, PRECISION, ROWS, TOKEN_CHUNK, cdiv, parameters_bwd_launch, power_of_2, row_blocks, tokens_of
+from ._launch import (
+    FLOAT,
+    PRECISION,
+    ROWS,
+    cdiv,
+    parameters_bwd_launch,
+    power_of_2,
+    row_blocks,
+    token_chunks,
+    tokens_of,
+)
 from ._launcher import run
 from ._math import Math
 from ._read_bwd import LogitSums
@@ -34,7 +44,7 @@ FINISH_COLUMNS, FINISH_TOKENS = 64, 32
 SUMMED_AT_ONCE = tl.constexpr(8192)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "chunk_tokens"])
 def chunk_sums_kernel(
     y,
     dz_parts,
@@ -43,10 +53,10 @@ def chunk_sums_kernel(
     phi_sums,
     norm_sums,
     T,
+    chunk_tokens,
     C: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
-    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -66,7 +76,8 @@ def chunk_sums_kernel(
         V = V + (tl.zeros((2 * ROWS if IN_PARTS else ROWS, BLOCK_C), tl.float32),)
     if norm_sums is not None:
         norm_sum = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    for start in tl.range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, T), BLOCK_T, num_stages=STAGES):
+    first = chunk * chunk_tokens
+    for start in tl.range(first, tl.minimum(first + chunk_tokens, T), BLOCK_T, num_stages=STAGES):
         t = start + tl.arange(0, BLOCK_T)
         live = t < T
         tile = live[:, None] & here[None, :]
@@ -107,7 +118,7 @@ def _add_products(V, dz_parts, y_tile, t, live, P: tl.constexpr, ROWS: tl.conste
     return sums
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "df_count", "pre_count", "more_count", "column_programs"])
+@triton.jit(do_not_specialize=["T", "chunks", "df_count", "pre_count", "more_count", "phi_columns", "column_programs"])
 def finish_kernel(
     phi_sums,
     phi,
@@ -130,6 +141,7 @@ def finish_kernel(
     df_count,
     pre_count,
     more_count,
+    phi_columns,
     column_programs,
     C: tl.constexpr,
     K: tl.constexpr,
@@ -140,12 +152,13 @@ def finish_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Add up the slots: `column_programs` programs take a block of channels each, of every sum over tokens; then some a
-    block of tokens each, whose sums over channels J left in slices; the last LOGIT_PARTS the logits.
+    """Add up the slots: `column_programs` programs take a block of channels each, of every sum over tokens (of V none
+    where `phi_columns` is 0: it is finished); then some a block of tokens each, whose sums over channels J left in
+    slices; the last LOGIT_PARTS the logits.
     """
     at = tl.program_id(0) * BLOCK_K
     if phi_sums is not None:
-        if at < K:
+        if at < phi_columns:
             _finish_phi(phi_sums, phi, norm_weight, dphi, dnorm_weight, chunks, at, K, P, PADDED_ROWS, BLOCK_K)
     if norm_sums is not None:
         if at < C:
@@ -249,30 +262,40 @@ def _sum_rows(sums, count, columns, width, here):
 
 
 class PhiSums(NamedTuple):
-    """Slots of V [chunks, P, N*C] and of dn [chunks, N, C]."""
+    """Slots of V [chunks, P, N*C] and of dn [chunks, N, C]; or dphi itself: one chunk, no w and nothing to round."""
 
     phi: Tensor | None = None
     norm: Tensor | None = None
+    dphi: Tensor | None = None
 
 
-def chunk_sums(y: Tensor, dz_parts: Tensor | None, rows: int, norm: tuple[Tensor, Tensor] | None = None) -> PhiSums:
-    """norm: dL/dx_in and the read weights times u, where the gradient of the norm of x_in is wanted."""
+def chunk_sums(
+    y: Tensor,
+    dz_parts: Tensor | None,
+    phi: Tensor | None,
+    norm_weight: Tensor | None,
+    norm: tuple[Tensor, Tensor] | None = None,
+) -> PhiSums:
+    """dz_parts: where dphi is wanted. norm: dL/dx_in and the read weights times u, where dn is wanted."""
     T, N, C = tokens_of(y)
-    rows = 0 if dz_parts is None else rows
+    rows = 0 if dz_parts is None else phi.shape[0]
     chunks, launch = (
-        cdiv(T, TOKEN_CHUNK),
+        token_chunks(T, rows),
         parameters_bwd_launch(rows, element_size=y.element_size(), norm=norm is not None),
     )
-    sums = PhiSums(
-        None if dz_parts is None else empty(y, chunks, rows, N * C, dtype=FLOAT),
-        None if norm is None else empty(y, chunks, N, C, dtype=FLOAT),
-    )
+    slots = dphi = None
+    if rows and chunks == 1 and norm_weight is None and phi.dtype == FLOAT:
+        dphi = empty(phi, *phi.shape)
+    elif rows:
+        slots = empty(y, chunks, rows, N * C, dtype=FLOAT)
+    norm_slots = None if norm is None else empty(y, chunks, N, C, dtype=FLOAT)
+    chunk_tokens = cdiv(cdiv(T, chunks), launch.block_t) * launch.block_t
     run(
         chunk_sums_kernel, (N * cdiv(C, launch.block_c), chunks),
-        y, dz_parts, *(norm or (None, None)), *sums, T, C, rows,
-        N=N, CHUNK=TOKEN_CHUNK, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION, **launch.meta(),
+        y, dz_parts, *(norm or (None, None)), slots if dphi is None else dphi, norm_slots, T, chunk_tokens, C, rows,
+        N=N, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION, **launch.meta(),
     )  # fmt: skip
-    return sums
+    return PhiSums(slots, norm_slots, dphi)
 
 
 class Finished(NamedTuple):
@@ -302,31 +325,32 @@ def finish(
     f_bias: Tensor | None = None,
 ) -> Finished:
     """The gradients of the given parameters whose sums are given; and `written`, if J left slices of it, is filled."""
-    K, wants_phi = streams * channels, sums.phi is not None
+    K, adds_up_phi = streams * channels, sums.phi is not None
     df_sums = None if written is None else written.df_sums
     write_sums = None if written is None else written.sums
     done = Finished(
-        empty(phi, *phi.shape) if wants_phi else None,
+        empty(phi, *phi.shape) if adds_up_phi else sums.dphi,
         None if logit_sums is None or scale is None else empty(scale, *scale.shape),
         None if logit_sums is None else empty(bias, *bias.shape),
-        empty(norm_weight, K) if wants_phi and norm_weight is not None else None,
+        empty(norm_weight, K) if adds_up_phi and norm_weight is not None else None,
         None if sums.norm is None else empty(out_norm_weight, channels),
         None if df_sums is None else empty(f_bias, channels),
     )
     rows = 0 if phi is None else phi.shape[0]
-    slots = sums.phi if wants_phi else sums.norm
+    slots = sums.phi if adds_up_phi else sums.norm
     pre, more = logit_sums or (None, None)
     slices, tokens = (0, 0) if write_sums is None else write_sums.shape[:2]
-    columns = K if wants_phi else channels if slots is not None or df_sums is not None else 0
-    column_programs = cdiv(columns, FINISH_COLUMNS)
+    phi_columns = K if adds_up_phi else 0
+    column_programs = cdiv(phi_columns or (channels if slots is not None or df_sums is not None else 0), FINISH_COLUMNS)
     write_programs = cdiv(tokens, FINISH_TOKENS)
     run(
         finish_kernel, (column_programs + write_programs + (LOGIT_PARTS if logit_sums else 0),),
-        sums.phi, phi, norm_weight, done.phi, done.norm_weight, sums.norm, done.out_norm_weight, df_sums, done.f_bias,
-        pre, more, done.scale, done.bias, write_sums,
+        sums.phi if adds_up_phi else sums.dphi, phi, norm_weight, done.phi, done.norm_weight,
+        sums.norm, done.out_norm_weight, df_sums, done.f_bias, pre, more, done.scale, done.bias, write_sums,
         *((None, None) if write_sums is None else (written.dpost, written.dres)), tokens,
         0 if slots is None else slots.shape[0], 0 if df_sums is None else df_sums.shape[0],
-        0 if pre is None else pre.shape[0], 0 if more is None else more.shape[0], column_programs,
+        0 if pre is None else pre.shape[0], 0 if more is None else more.shape[0],
+        phi_columns, column_programs,
         C=channels, K=K, P=rows, MATH=math, PADDED_ROWS=power_of_2(max(rows, 1)), SLICES=slices,
         BLOCK_K=FINISH_COLUMNS, BLOCK_T=FINISH_TOKENS, num_warps=4,
     )  # fmt: skip

@@ -116,8 +116,9 @@ def streams_bwd_kernel(
         if LATE:
             late_weights = _mixed_back(weights, res_columns, N)
             late_post = collapse(weights, post_columns, N)
-    begin = tl.program_id(1) * WIDTH
-    for start in tl.range(begin, tl.minimum(begin + WIDTH, C), BLOCK_C, num_stages=STAGES):
+    begin = tl.program_id(1) * WIDTH if WIDTH < C else 0
+    end = begin + WIDTH if C % WIDTH == 0 else tl.minimum(begin + WIDTH, C)
+    for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
         c_tile = start + tl.arange(0, BLOCK_C)
         exists = channels_exist(c_tile, C, BLOCK_C)
         loaded = live[:, None] & exists[None, :]
