@@ -105,8 +105,14 @@ def test_tensors_that_are_not_aligned_are_copied(device: Device) -> None:
 
 def test_what_cannot_be_repeated_is_called_every_time(device: Device) -> None:
     def fills(x: Tensor, w: Tensor | None, factor: float) -> tuple[Tensor, ...]:
-        x.new_zeros(3)
-        return device.host(x, w, factor)
+        out, other, nothing = device.host(x, w, factor)
+        return out, other.zero_(), nothing
+
+    def computes(x: Tensor, w: Tensor | None, factor: float) -> tuple[Tensor, ...]:
+        return device.host(2 * x, w, factor)
+
+    def returns_another(x: Tensor, w: Tensor | None, factor: float) -> tuple[Tensor, ...]:
+        return device.host(x, w, factor)[0], x.new_zeros(2), absent(x)
 
     def views(x: Tensor, w: Tensor | None, factor: float) -> tuple[Tensor, ...]:
         out, other, nothing = device.host(x, w, factor)
@@ -115,7 +121,7 @@ def test_what_cannot_be_repeated_is_called_every_time(device: Device) -> None:
     def hands_on(x: Tensor, w: Tensor | None, factor: float) -> tuple[Tensor, ...]:
         return x, *device.host(x, w, factor)[1:]
 
-    for function in (fills, views, hands_on):
+    for function in (fills, computes, returns_another, views, hands_on):
         device.calls, planned = 0, Planned(function)
         for _ in range(3):
             planned([_x(), _x(4), 2.0], none_for_absent=True)

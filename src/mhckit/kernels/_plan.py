@@ -1,9 +1,9 @@
 """Calls like an earlier one are repeated without working out again what to allocate and launch.
 
 Both depend on the shapes, the dtypes and the constants among an operator's arguments alone. So the first call of a kind
-is watched, its allocations through torch's dispatch and its launches in `_launcher`, and the next ones allocate the
-results, one buffer for everything between them, and launch: a fraction of the time that the Python in this package
-takes. What did anything else on the way (a fill, a view, a copy) is not repeated but called as before.
+is watched, its allocations with `empty` and its launches in `_launcher`, and the next ones allocate the results, one
+buffer for everything between them, and launch: a fraction of the time that the Python in this package takes. What did
+anything else on the way (a fill, a copy) is not repeated but called as before.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from mhckit.ops._register import aligned
+from mhckit.ops._register import aligned, allocations
 
 from . import _launcher
 
@@ -103,11 +102,11 @@ class Planned:
     def _watched(self, key: tuple[Any, ...], args: Sequence[Any], tensors: list[Tensor], pointers: list[int]) -> Any:
         if len(set(pointers)) < len(pointers) or 0 in pointers:
             return self.function(*args)  # the same tensor twice, or no elements: not what most calls look like
-        with _Allocations() as allocations, _launcher.recorded() as launches:
+        with allocations() as allocated, _launcher.recorded() as launches:
             result = self.function(*args)
         if len(self.plans) >= MAX_PLANS:
             self.plans.clear()
-        self.plans[key] = _plan(result, tensors, pointers, allocations, launches)
+        self.plans[key] = _plan(result, tensors, pointers, allocated, launches)
         return result
 
 
@@ -115,37 +114,21 @@ def _may_repeat(tensor: Tensor) -> bool:
     return tensor.is_cuda and _launcher.goes_straight()
 
 
-class _Allocations(TorchDispatchMode):
-    """Sees every operator of torch: which tensors were allocated, and whether there was anything else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[Tensor] = []
-        self.complete = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.new_empty.default:
-            self.tensors.append(result)
-        else:
-            self.complete = False
-        return result
-
-
 def _plan(
     result: Any,
     tensors: list[Tensor],
     pointers: list[int],
-    allocations: _Allocations,
+    allocated: list[Tensor],
     launches: list[_launcher.Recorded | None],
 ) -> _Plan | None:
-    """How to repeat a call, or None where more happened than allocations and launches."""
+    """How to repeat a call, or None where more happened than allocations and launches: a tensor came from elsewhere, or
+    torch wrote into one (which it counts).
+    """
     alone = isinstance(result, Tensor)
     returned: tuple[Tensor, ...] = (result,) if alone else tuple(result)
-    allocated = {tensor.data_ptr(): tensor for tensor in allocations.tensors if tensor.numel()}
     kept = [tensor for tensor in returned if tensor.numel()]
-    inner = [tensor for pointer, tensor in allocated.items() if all(tensor is not other for other in kept)]
-    if not allocations.complete or any(allocated.get(tensor.data_ptr()) is not tensor for tensor in kept):
+    inner = [tensor for tensor in allocated if tensor.numel() and not _among(tensor, kept)]
+    if not all(_among(tensor, allocated) for tensor in kept) or any(tensor._version for tensor in allocated):
         return None
     slots = {pointer: slot for slot, pointer in enumerate([*pointers, *(t.data_ptr() for t in kept + inner)])}
     offsets, end = [], 0
@@ -177,6 +160,10 @@ def _plan(
         tuple(constants),
         tuple(picks),
     )
+
+
+def _among(tensor: Tensor, tensors: list[Tensor]) -> bool:
+    return any(tensor is other for other in tensors)
 
 
 def _model(result: Tensor, tensors: list[Tensor]) -> int:

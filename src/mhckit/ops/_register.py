@@ -17,7 +17,8 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +77,27 @@ def absent(like: Tensor) -> Tensor:
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous uninitialised tensor on the device of ``like``; fakes and kernels allocate with it."""
-    return like.new_empty(shape, dtype=dtype or like.dtype)
+    tensor = like.new_empty(shape, dtype=dtype or like.dtype)
+    if _watched.tensors is not None:
+        _watched.tensors.append(tensor)
+    return tensor
+
+
+class _Watched(threading.local):
+    tensors: list[Tensor] | None = None
+
+
+_watched = _Watched()
+
+
+@contextlib.contextmanager
+def allocations() -> Iterator[list[Tensor]]:
+    """What this thread allocates with `empty`."""
+    _watched.tensors = tensors = []
+    try:
+        yield tensors
+    finally:
+        _watched.tensors = None
 
 
 def room_for(tensors: Iterable[Tensor | None], *, otherwise: Tensor) -> tuple[Tensor, ...]:
