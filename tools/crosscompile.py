@@ -141,8 +141,6 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         constants["PRECISION"] = "ieee"
     if target not in ("sm_80", "sm_90") and constants.get("ROW_BLOCKS") and "IN_THREAD" in constants:
         constants["IN_THREAD"] = False  # as `dots_stay_in_threads` has it
-    if "EARLY" in constants:
-        constants["EARLY"] = target in ("sm_90", "sm_100")  # as `_launcher` has it
     kernel = launch.kernel
     names = kernel.arg_names
     source = ASTSource(

@@ -6,17 +6,6 @@ that its memory accesses want. Values are float32 from the load to the store.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-
-@triton.jit
-def begin(EARLY: tl.constexpr):
-    """With EARLY a kernel starts while the one before it ends. This lets the next one start too, and then waits for the
-    one before: nothing may be read or written ahead of it.
-    """
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit

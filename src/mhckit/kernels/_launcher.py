@@ -48,23 +48,11 @@ _recording = threading.local()
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """``kernel[grid](*args, **constants)``; constants are compile-time ones, in any order but always the same.
-
-    A kernel that takes EARLY starts, where the device can do that, while the launch before it ends (`_device.begin`).
-    """
-    if "EARLY" in kernel.arg_names:
-        constants |= _starts_early(torch.cuda.current_device() if torch.cuda.is_available() else None)
+    """``kernel[grid](*args, **constants)``; constants are compile-time ones, in any order but always the same."""
     if observer is not None:
         observer(kernel, grid, args, constants)
     else:
         run_now(kernel, grid, args, constants)
-
-
-@functools.cache
-def _starts_early(device: int | None) -> dict[str, bool]:
-    if device is None or torch.version.hip or torch.cuda.get_device_capability(device) < (9, 0):
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
 
 
 def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from mhckit.ops._register import empty
 
-from ._device import begin, channels_exist, load_float, part_column, rounded_product, store_as, sum_parts
+from ._device import channels_exist, load_float, part_column, rounded_product, store_as, sum_parts
 from ._launch import (
     FLOAT,
     PRECISION,
     ROWS,
     cdiv,
-    loads_are_wide,
     parameters_bwd_launch,
     power_of_2,
     row_blocks,
@@ -64,10 +63,8 @@ def chunk_sums_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Sums over a chunk of tokens for a tile of channels of one stream: V, and the stream's share of dn."""
-    begin(EARLY)
     TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     IN_PARTS: tl.constexpr = y.dtype.element_ty == tl.bfloat16
     stream = tl.program_id(0) // TILES
@@ -154,13 +151,11 @@ def finish_kernel(
     SLICES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Add up the slots: `column_programs` programs take a block of channels each, of every sum over tokens (of V none
     where `phi_columns` is 0: it is finished); then some a block of tokens each, whose sums over channels J left in
     slices; the last LOGIT_PARTS the logits.
     """
-    begin(EARLY)
     at = tl.program_id(0) * BLOCK_K
     if phi_sums is not None:
         if at < phi_columns:
@@ -286,7 +281,7 @@ def chunk_sums(
     rows = 0 if dz_parts is None else phi.shape[0]
     chunks, launch = (
         token_chunks(T, rows),
-        parameters_bwd_launch(rows, wide=loads_are_wide(y), norm=norm is not None),
+        parameters_bwd_launch(rows, element_size=y.element_size(), norm=norm is not None),
     )
     slots = dphi = None
     if rows and chunks == 1 and norm_weight is None and phi.dtype == FLOAT:

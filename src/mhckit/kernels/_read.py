@@ -27,7 +27,15 @@ from ._coefficients import (
     residual_index,
     stream_index,
 )
-from ._device import begin, channels_exist, collapse, columns_of, load_float, load_streams, rounded_product, store_as
+from ._device import (
+    channels_exist,
+    collapse,
+    columns_of,
+    load_float,
+    load_streams,
+    rounded_product,
+    store_as,
+)
 from ._launch import cdiv, read_launch, residual_launch
 from ._launcher import run
 from ._math import Math
@@ -68,9 +76,7 @@ def read_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    begin(EARLY)
     sums = (partials, squares, splits, width)
     program = tl.program_id(0).to(tl.int64)
     if program >= residual_programs:

@@ -37,7 +37,6 @@ from ._coefficients import (
     stream_index,
 )
 from ._device import (
-    begin,
     channels_exist,
     collapse,
     columns_of,
@@ -47,7 +46,7 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import FLOAT, PHI_BLOCK, ROWS, cdiv, read_bwd_launch, residual_launch, rows_are_aligned
+from ._launch import FLOAT, PHI_BLOCK, ROWS, cdiv, read_bwd_launch, residual_launch
 from ._launcher import run
 from ._math import Math
 from ._pack import pack_phi_block
@@ -94,9 +93,7 @@ def read_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    begin(EARLY)
     N: tl.constexpr = MATH.streams
     PADDED: tl.constexpr = MATH.padded_streams
     MORE: tl.constexpr = MATH.rows - N
@@ -345,7 +342,7 @@ def read_bwd(
     """
     alone = isinstance(weights, str) and weights == "none"
     residual = residual_launch(math.streams)
-    launch = residual if alone else read_bwd_launch(math.streams, channels, aligned=y is None or rows_are_aligned(y))
+    launch = residual if alone else read_bwd_launch(math.streams, channels)
     more = math.rows - math.streams
     separate = not alone and more > 0
     residual_programs = cdiv(tokens, residual.block_t) if separate else 0

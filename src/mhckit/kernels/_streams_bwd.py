@@ -23,7 +23,6 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import (
-    begin,
     channels_exist,
     collapse,
     fold,
@@ -94,9 +93,7 @@ def streams_bwd_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    begin(EARLY)
     t, live = tokens_of_program(T, BLOCK_T)
     # With a norm, d takes all of y: it is added once they have been made, to what is linear in G.
     LATE: tl.constexpr = norm_weight is not None and f is not None
@@ -119,9 +116,9 @@ def streams_bwd_kernel(
         if LATE:
             late_weights = _mixed_back(weights, res_columns, N)
             late_post = collapse(weights, post_columns, N)
-    first = tl.program_id(1) * WIDTH if WIDTH < C else 0
-    end = first + WIDTH if C % WIDTH == 0 else tl.minimum(first + WIDTH, C)
-    for start in tl.range(first, end, BLOCK_C, num_stages=STAGES):
+    begin = tl.program_id(1) * WIDTH if WIDTH < C else 0
+    end = begin + WIDTH if C % WIDTH == 0 else tl.minimum(begin + WIDTH, C)
+    for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
         c_tile = start + tl.arange(0, BLOCK_C)
         exists = channels_exist(c_tile, C, BLOCK_C)
         loaded = live[:, None] & exists[None, :]

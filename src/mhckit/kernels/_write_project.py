@@ -19,7 +19,6 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import (
-    begin,
     bfloat16_parts,
     channels_exist,
     fold,
@@ -72,9 +71,7 @@ def write_project_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
-    begin(EARLY)
     t, live = tokens_of_program(T, BLOCK_T)
     split = tl.program_id(1)
     if f is not None:
