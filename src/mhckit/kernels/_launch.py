@@ -71,6 +71,11 @@ def loads_are_wide(x: Tensor) -> bool:
     return x.element_size() == 2 and x.shape[-1] % 8 == 0
 
 
+def rows_are_aligned(x: Tensor) -> bool:
+    """Whether every row of channels starts at a multiple of 16 bytes."""
+    return x.shape[-1] * x.element_size() % 16 == 0
+
+
 @functools.cache
 def shared_memory_of(device: torch.device) -> int:
     """Bytes that a program may have; as on Hopper where there is no device."""
@@ -136,8 +141,13 @@ def read_launch(streams: int, channels: int) -> Launch:
     return Launch(block_t=max(1, 512 // block_c), block_c=block_c, num_warps=4)
 
 
-def read_bwd_launch(streams: int, channels: int) -> Launch:
-    """B: sums over channels stay elementwise until the end; few tokens, so that many programs share the memory."""
+def read_bwd_launch(streams: int, channels: int, *, aligned: bool = True) -> Launch:
+    """B: sums over channels stay elementwise until the end; few tokens, so that many programs share the memory.
+
+    Loads of rows that are not aligned go element by element to registers, and want to be many at a time.
+    """
+    if not aligned:
+        return Launch(block_t=1, block_c=_channel_step(channels, 1024), num_warps=4)
     return Launch(block_t=4, block_c=_channel_step(channels, 256), num_warps=4, num_stages=3 if streams <= 4 else 2)
 
 
@@ -148,7 +158,8 @@ def streams_bwd_launch(
     df is to be summed over the tokens of each program: the more tokens, the fewer partial sums.
 
     A thread holds the N^2 + 2N coefficients of a token and as many sums; more streams leave room for fewer channels,
-    and more rows of phi than one block none for loads in flight.
+    and more rows of phi than one block none for loads in flight. Narrow loads (C no multiple of 8) gain nothing from
+    more than 32.
     """
     dots = rows > 0
     if not dots and sums_df:
@@ -157,7 +168,7 @@ def streams_bwd_launch(
         return Launch(block_t=1, block_c=_channel_step(channels, 1024 if streams <= 4 else 512), num_warps=4)
     if streams > 4:
         return Launch(block_t=32, block_c=32, num_warps=8, num_stages=1)
-    block_c = 64 if channels > 32 and shared >= 128 << 10 else 32
+    block_c = 64 if channels > 32 and channels % 8 == 0 and shared >= 128 << 10 else 32
     return Launch(block_t=32, block_c=block_c, num_warps=4, num_stages=2 if rows <= ROWS else 1)
 
 
@@ -171,9 +182,9 @@ def packed_channels(streams: int, channels: int, rows: int) -> int:
     return channels_per_thread(streams_bwd_launch(streams, channels, rows=rows))
 
 
-def parameters_bwd_launch(rows: int, *, element_size: int, norm: bool) -> Launch:
+def parameters_bwd_launch(rows: int, *, wide: bool, norm: bool) -> Launch:
     """P: accumulators of 64 rows by BLOCK_C columns per block of rows, so the more rows, the fewer columns."""
-    step = 256 if element_size == 2 and not norm else 128
+    step = 256 if wide and not norm else 128
     return Launch(block_t=32, block_c=max(32, step // power_of_2(max(row_blocks(rows), 1))), num_warps=4, num_stages=3)
 
 

@@ -25,6 +25,7 @@ from ._launch import (
     PRECISION,
     ROWS,
     cdiv,
+    loads_are_wide,
     parameters_bwd_launch,
     power_of_2,
     row_blocks,
@@ -281,7 +282,7 @@ def chunk_sums(
     rows = 0 if dz_parts is None else phi.shape[0]
     chunks, launch = (
         token_chunks(T, rows),
-        parameters_bwd_launch(rows, element_size=y.element_size(), norm=norm is not None),
+        parameters_bwd_launch(rows, wide=loads_are_wide(y), norm=norm is not None),
     )
     slots = dphi = None
     if rows and chunks == 1 and norm_weight is None and phi.dtype == FLOAT:

@@ -46,7 +46,7 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import FLOAT, PHI_BLOCK, ROWS, cdiv, read_bwd_launch, residual_launch
+from ._launch import FLOAT, PHI_BLOCK, ROWS, cdiv, read_bwd_launch, residual_launch, rows_are_aligned
 from ._launcher import run
 from ._math import Math
 from ._pack import pack_phi_block
@@ -342,7 +342,7 @@ def read_bwd(
     """
     alone = isinstance(weights, str) and weights == "none"
     residual = residual_launch(math.streams)
-    launch = residual if alone else read_bwd_launch(math.streams, channels)
+    launch = residual if alone else read_bwd_launch(math.streams, channels, aligned=y is None or rows_are_aligned(y))
     more = math.rows - math.streams
     separate = not alone and more > 0
     residual_programs = cdiv(tokens, residual.block_t) if separate else 0
