@@ -96,6 +96,16 @@ def row_blocks(rows: int) -> int:
     return cdiv(rows, ROWS)
 
 
+def packed_rows(rows: int) -> int:
+    """Rows of a packed phi: high and low parts, as many as tensor cores multiply at a time."""
+    return cdiv(2 * rows, 16) * 16
+
+
+def packed_dz_width(rows: int) -> int:
+    """Columns of a packed dz: the parts of whole blocks of rows."""
+    return 2 * ROWS * row_blocks(rows)
+
+
 def slice_width(channels: int, least: int) -> int:
     """Channels per partial sum: as many slices as have `least` channels, of equal width."""
     slices = max(1, channels // least)

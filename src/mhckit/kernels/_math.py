@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from mhckit.recipe import Recipe
 
-from ._launch import ROWS, power_of_2, row_blocks
+from ._launch import packed_dz_width, power_of_2
 
 # Iterations of Sinkhorn before which the backward keeps the matrix in registers. They are unrolled: more take longer to
 # compile and more registers, fewer are run again more often.
@@ -64,7 +64,7 @@ class Math:
             padded_logits=power_of_2(max(self.logits, 1)),
             flat=self.residual in ("permutation", "logits"),
             rows=rows,
-            part_columns=2 * ROWS * row_blocks(rows),
+            part_columns=packed_dz_width(rows),
             segment_iterations=segment,
             segments=-(-self.iterations // segment),
             log_eps=math.log(self.eps) if self.eps else -math.inf,

@@ -1,6 +1,6 @@
 """Float32 operands of the backward's dots, packed once per call as bfloat16 high and low parts.
 
-    phi_parts[block, o, c // 32, k, c % 32]     k: high parts of 32 rows of phi w, then low parts; c by `pack_columns`
+    phi_parts[o, c // 32, k, c % 32]            k: high parts of the rows of phi w, then low parts; c by `pack_columns`
     dz_parts[t, part_column(p)]                 where dz does not come from `_read_bwd`, which packs it
 
 Two parts keep 16 bits of mantissa, and tensor cores multiply bfloat16 exactly. Channels beyond C and rows beyond P are
@@ -16,36 +16,37 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import bfloat16_parts, load_float, pack_columns, part_column
-from ._launch import BFLOAT, PHI_BLOCK, ROWS, cdiv, power_of_2, row_blocks, tokens_of
+from ._launch import BFLOAT, PHI_BLOCK, cdiv, packed_dz_width, packed_rows, power_of_2, tokens_of
 from ._launcher import run
 
 
 @triton.jit
 def pack_phi_block(
-    phi, norm_weight, phi_parts, block, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    phi, norm_weight, phi_parts, block, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr,
+    PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Block number `block` of phi_parts: 32 channels of one stream, for 32 rows."""
+    """Block number `block` of phi_parts: 32 channels of one stream."""
     BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
-    stream = block // BLOCKS % N
-    p = block // (BLOCKS * N) * ROWS + tl.arange(0, ROWS)
+    stream = block // BLOCKS
+    p = tl.arange(0, PADDED)
     c = block % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     here = (p < P)[:, None] & (c < C)[None, :]
     value = load_float(phi, p[:, None] * (N * C) + stream * C + c[None, :], here)
     if norm_weight is not None:
         value *= load_float(norm_weight, stream * C + c, c < C)[None, :]
     high, low = bfloat16_parts(pack_columns(value, CHANNELS))
-    offsets = (block * 2 * ROWS + tl.arange(0, ROWS)[:, None]) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(phi_parts + offsets, high)
-    tl.store(phi_parts + offsets + ROWS * BLOCK, low)
+    offsets = (block * PACKED + p[:, None]) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(phi_parts + offsets, high, mask=(p < P)[:, None])
+    tl.store(phi_parts + offsets + P * BLOCK, low, mask=(P + p < PACKED)[:, None])
 
 
 @triton.jit
 def pack_phi_kernel(
-    phi, norm_weight, phi_parts, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    phi, norm_weight, phi_parts, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr,
+    PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    pack_phi_block(phi, norm_weight, phi_parts, tl.program_id(0).to(tl.int64), C, P, N, ROWS, CHANNELS, BLOCK)
+    block = tl.program_id(0).to(tl.int64)
+    pack_phi_block(phi, norm_weight, phi_parts, block, C, P, N, PACKED, PADDED, CHANNELS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -59,22 +60,23 @@ def pack_dz_kernel(dz, dz_parts, T, P: tl.constexpr, PADDED: tl.constexpr, WIDTH
 
 
 def empty_phi_parts(phi: Tensor, streams: int) -> Tensor:
-    """[blocks, 2 ROWS, 32]: blocks of rows, of those streams, of those blocks of 32 channels."""
+    """[blocks, packed rows, 32]: a block for each stream and 32 channels of it."""
     P, C = phi.shape[0], phi.shape[1] // streams
-    return empty(phi, row_blocks(P) * streams * cdiv(C, PHI_BLOCK), 2 * ROWS, PHI_BLOCK, dtype=BFLOAT)
+    return empty(phi, streams * cdiv(C, PHI_BLOCK), packed_rows(P), PHI_BLOCK, dtype=BFLOAT)
 
 
 def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int, channels_per_thread: int) -> Tensor:
     P, C, phi_parts = phi.shape[0], phi.shape[1] // streams, empty_phi_parts(phi, streams)
     run(
         pack_phi_kernel, (phi_parts.shape[0],), phi, norm_weight, phi_parts, C, P,
-        N=streams, ROWS=ROWS, CHANNELS=channels_per_thread, BLOCK=PHI_BLOCK, num_warps=4,
+        N=streams, PACKED=packed_rows(P), PADDED=power_of_2(packed_rows(P) - P), CHANNELS=channels_per_thread,
+        BLOCK=PHI_BLOCK, num_warps=4,
     )  # fmt: skip
     return phi_parts
 
 
 def empty_dz_parts(like: Tensor, tokens: int, rows: int) -> Tensor:
-    return empty(like, tokens, 2 * ROWS * row_blocks(rows), dtype=BFLOAT)
+    return empty(like, tokens, packed_dz_width(rows), dtype=BFLOAT)
 
 
 def pack_dz(dz: Tensor, x: Tensor) -> Tensor:

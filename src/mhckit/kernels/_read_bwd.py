@@ -46,7 +46,7 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import FLOAT, PHI_BLOCK, ROWS, cdiv, read_bwd_launch, residual_launch, rows_are_aligned
+from ._launch import FLOAT, PHI_BLOCK, cdiv, power_of_2, read_bwd_launch, residual_launch, rows_are_aligned
 from ._launcher import run
 from ._math import Math
 from ._pack import pack_phi_block
@@ -87,7 +87,8 @@ def read_bwd_kernel(
     WEIGHTS: tl.constexpr,
     SEPARATE: tl.constexpr,
     RESIDUAL_T: tl.constexpr,
-    ROWS: tl.constexpr,
+    PACKED: tl.constexpr,
+    PADDED_ROWS: tl.constexpr,
     PACKED_CHANNELS: tl.constexpr,
     PHI_BLOCK: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -102,7 +103,9 @@ def read_bwd_kernel(
     if program >= packing:
         if phi_parts is not None:
             block = program - packing
-            pack_phi_block(phi, phi_weight, phi_parts, block, C, MATH.rows, N, ROWS, PACKED_CHANNELS, PHI_BLOCK)
+            pack_phi_block(
+                phi, phi_weight, phi_parts, block, C, MATH.rows, N, PACKED, PADDED_ROWS, PACKED_CHANNELS, PHI_BLOCK
+            )
     elif program < residual_programs:
         if SEPARATE:
             _write_half_backward_alone(
@@ -357,13 +360,14 @@ def read_bwd(
         )
     given = isinstance(weights, Tensor)
     phi, phi_weight, phi_parts, packed_channels = packing or (None, None, None, 0)
-    pack_programs = 0 if phi_parts is None else phi_parts.shape[0]
+    pack_programs, packed = (0, 0) if phi_parts is None else phi_parts.shape[:2]
     run(
         read_bwd_kernel, (residual_programs + programs + pack_programs,),
         y, dx_in, *dmix, z, mean_square, scale, bias, weights if given else None, norm_weight, u,
         dz, k, k_more, read_weights, norm_share, dweights, *(sums or (None, None)), phi, phi_weight, phi_parts,
         tokens, channels, k_factor, residual_programs, pack_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
-        ROWS=ROWS, PACKED_CHANNELS=packed_channels, PHI_BLOCK=PHI_BLOCK, **launch.meta(),
+        PACKED=packed, PADDED_ROWS=power_of_2(packed - math.rows), PACKED_CHANNELS=packed_channels,
+        PHI_BLOCK=PHI_BLOCK, **launch.meta(),
     )  # fmt: skip
     return CoefficientGradients(k, k_more, sums)

@@ -41,15 +41,15 @@ from ._device import (
 from ._launch import (
     FLOAT,
     PHI_BLOCK,
-    ROWS,
     SLICE_WIDTH,
     Launch,
     cdiv,
     channels_per_thread,
     dots_stay_in_threads,
     loads_are_wide,
+    packed_dz_width,
+    packed_rows,
     power_of_2,
-    row_blocks,
     shared_memory_of,
     slice_width,
     streams_bwd_launch,
@@ -85,8 +85,8 @@ def streams_bwd_kernel(
     P: tl.constexpr,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROW_BLOCKS: tl.constexpr,
-    ROWS: tl.constexpr,
+    PACKED: tl.constexpr,
+    DZ_WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
     FOLD: tl.constexpr,
     IN_THREAD: tl.constexpr,
@@ -105,7 +105,7 @@ def streams_bwd_kernel(
         k = load_float(k_share, t, live)[:, None]
         if k_more is not None:
             k += load_float(k_more, t, live)[:, None]
-        dz_blocks = _load_dz(dz_parts, T, P, ROW_BLOCKS, ROWS, BLOCK_T)
+        dz_blocks = _load_dz(dz_parts, T, P, PACKED, DZ_WIDTH, BLOCK_T)
     if f is not None:
         post_columns = load_per_token(post, t, live, N)
         res_columns = () if res is None else load_per_token(res, t, live, N * N)
@@ -165,7 +165,7 @@ def streams_bwd_kernel(
                 if LATE:
                     collapsed += weights[o] * y
                 if phi_parts is not None:
-                    G = _dot_phi(dz_blocks, phi_parts, o, start + piece * PIECE, C, N, ROWS, PIECE, FOLD)
+                    G = _dot_phi(dz_blocks, phi_parts, o, start + piece * PIECE, C, PACKED, PIECE, FOLD)
                     G += k * y
                 else:
                     G = tl.zeros((BLOCK_T, PIECE), tl.float32)
@@ -226,35 +226,54 @@ def _as_float(streams, piece: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _load_dz(dz_parts, T, P: tl.constexpr, ROW_BLOCKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Per block of rows [2 tokens, 2 ROWS]: high and low parts of dz as rows, once for each part of phi."""
-    r = tl.arange(0, 2 * BLOCK_T)
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + r // 16 * 8 + r % 8
-    low = (r // 8) % 2 == 1
-    k = tl.arange(0, 2 * ROWS) % ROWS
+def _load_dz(dz_parts, T, P: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr):
+    """High and low parts of dz as rows, once for each part of phi: [2 tokens, PACKED], in the blocks of `_dot_phi`."""
     blocks = ()
-    for block in tl.static_range(ROW_BLOCKS):
-        p = block * ROWS + k
-        column = tl.where(low[:, None], part_column(p, 1)[None, :], part_column(p, 0)[None, :])
-        offsets = t[:, None] * (2 * ROWS * ROW_BLOCKS) + column
-        blocks = blocks + (tl.load(dz_parts + offsets, mask=(t < T)[:, None] & (p < P)[None, :], other=0.0),)
+    for block in tl.static_range(PACKED // 64):
+        blocks = blocks + (_load_dz_block(dz_parts, T, block * 64, 64, P, WIDTH, BLOCK_T),)
+    if PACKED % 64 >= 32:
+        blocks = blocks + (_load_dz_block(dz_parts, T, PACKED // 64 * 64, 32, P, WIDTH, BLOCK_T),)
+    if PACKED % 32 >= 16:
+        blocks = blocks + (_load_dz_block(dz_parts, T, PACKED // 32 * 32, 16, P, WIDTH, BLOCK_T),)
     return blocks
 
 
 @triton.jit
+def _load_dz_block(
+    dz_parts, T, first: tl.constexpr, COUNT: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    r = tl.arange(0, 2 * BLOCK_T)
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + r // 16 * 8 + r % 8
+    low = (r // 8) % 2 == 1
+    k = first + tl.arange(0, COUNT)
+    column = tl.where(low[:, None], part_column(k % P, 1)[None, :], part_column(k % P, 0)[None, :])
+    return tl.load(dz_parts + t[:, None] * WIDTH + column, mask=(t < T)[:, None] & (k < 2 * P)[None, :], other=0.0)
+
+
+@triton.jit
 def _dot_phi(
-    dz_blocks, phi_parts, o: tl.constexpr, start, C: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
-    PIECE: tl.constexpr, FOLD: tl.constexpr,
+    dz_blocks, phi_parts, o: tl.constexpr, start, C: tl.constexpr, PACKED: tl.constexpr, PIECE: tl.constexpr,
+    FOLD: tl.constexpr,
 ):  # fmt: skip
     """dz phi for one stream and PIECE channels from start, exact to the 16 bits of the parts."""
     BLOCKS: tl.constexpr = (C + PIECE - 1) // PIECE
-    k = tl.arange(0, 2 * ROWS)[:, None]
+    at = start // PIECE
+    here = at < BLOCKS
+    tile = phi_parts + (o * BLOCKS + at) * (PACKED * PIECE)
     total = tl.zeros((dz_blocks[0].shape[0], PIECE), tl.float32)
-    for block in tl.static_range(len(dz_blocks)):
-        at = start // PIECE
-        offsets = (((block * N + o) * BLOCKS + at) * (2 * ROWS) + k) * PIECE + tl.arange(0, PIECE)[None, :]
-        total = tl.dot(dz_blocks[block], tl.load(phi_parts + offsets, mask=at < BLOCKS, other=0.0), total)
+    for block in tl.static_range(PACKED // 64):
+        total = tl.dot(dz_blocks[block], _load_phi(tile, block * 64, 64, PIECE, here), total)
+    if PACKED % 64 >= 32:
+        total = tl.dot(dz_blocks[PACKED // 64], _load_phi(tile, PACKED // 64 * 64, 32, PIECE, here), total)
+    if PACKED % 32 >= 16:
+        total = tl.dot(dz_blocks[len(dz_blocks) - 1], _load_phi(tile, PACKED // 32 * 32, 16, PIECE, here), total)
     return unpack_columns(sum_parts(total), FOLD)
+
+
+@triton.jit
+def _load_phi(tile, first: tl.constexpr, COUNT: tl.constexpr, PIECE: tl.constexpr, here):
+    k = first + tl.arange(0, COUNT)
+    return tl.load(tile + k[:, None] * PIECE + tl.arange(0, PIECE)[None, :], mask=here, other=0.0)
 
 
 @triton.jit
@@ -401,6 +420,6 @@ def _launch(
     run(
         streams_bwd_kernel, (cdiv(T, launch.block_t), cdiv(C, width)),
         g, *collapse, *tensors, *streams, *gradients, T, C, rows,
-        N=N, WIDTH=width, ROW_BLOCKS=row_blocks(rows), ROWS=ROWS, PIECE=PHI_BLOCK if dots else launch.block_c,
-        FOLD=channels_per_thread(launch) if dots else 8, IN_THREAD=in_thread, **launch.meta(),
+        N=N, WIDTH=width, PACKED=packed_rows(rows), DZ_WIDTH=packed_dz_width(rows),
+        PIECE=PHI_BLOCK if dots else launch.block_c, FOLD=channels_per_thread(launch) if dots else 8, IN_THREAD=in_thread, **launch.meta(),
     )  # fmt: skip
