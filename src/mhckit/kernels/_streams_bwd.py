@@ -421,5 +421,6 @@ def _launch(
         streams_bwd_kernel, (cdiv(T, launch.block_t), cdiv(C, width)),
         g, *collapse, *tensors, *streams, *gradients, T, C, rows,
         N=N, WIDTH=width, PACKED=packed_rows(rows), DZ_WIDTH=packed_dz_width(rows),
-        PIECE=PHI_BLOCK if dots else launch.block_c, FOLD=channels_per_thread(launch) if dots else 8, IN_THREAD=in_thread, **launch.meta(),
+        PIECE=PHI_BLOCK if dots else launch.block_c, FOLD=channels_per_thread(launch) if dots else 8,
+        IN_THREAD=in_thread, **launch.meta(),
     )  # fmt: skip
