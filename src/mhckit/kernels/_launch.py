@@ -162,14 +162,20 @@ def read_bwd_launch(streams: int, channels: int, *, aligned: bool = True) -> Lau
 
 
 def streams_bwd_launch(
-    streams: int, channels: int, *, rows: int = 0, sums_df: bool = False, shared: int = LARGE_SHARED_MEMORY
+    streams: int,
+    channels: int,
+    *,
+    rows: int = 0,
+    sums_df: bool = False,
+    element_size: int = 2,
+    shared: int = LARGE_SHARED_MEMORY,
 ) -> Launch:
     """J: with dots 32 tokens, whose high and low parts fill a warp group's tile; without, the tile of `post`, unless
     df is to be summed over the tokens of each program: the more tokens, the fewer partial sums.
 
     A thread holds the N^2 + 2N coefficients of a token and as many sums; more streams leave room for fewer channels,
-    and more rows of phi than one block none for loads in flight. Narrow loads (C no multiple of 8) gain nothing from
-    more than 32.
+    and hundreds of rows of phi none for loads in flight. Narrow loads (C no multiple of 8) gain nothing from more than
+    32 channels.
     """
     dots = rows > 0
     if not dots and sums_df:
@@ -177,7 +183,10 @@ def streams_bwd_launch(
     if not dots:
         return Launch(block_t=1, block_c=_channel_step(channels, 1024 if streams <= 4 else 512), num_warps=4)
     if streams > 4:
-        return Launch(block_t=32, block_c=32, num_warps=8, num_stages=1)
+        # One buffer for streams, f and d, two for phi, one for dz on its way to registers; and a little besides.
+        packed, activations = packed_rows(rows), (2 * streams + 2) * 32 * 32 * element_size
+        fits = 2 * (streams * packed * 32 * 2) + activations + 2 * 32 * packed * 2 + (6 << 10) <= shared
+        return Launch(block_t=32, block_c=32, num_warps=8, num_stages=2 if fits else 1)
     block_c = 64 if channels > 32 and channels % 8 == 0 and shared >= 128 << 10 else 32
     return Launch(block_t=32, block_c=block_c, num_warps=4, num_stages=2 if rows <= ROWS else 1)
 

@@ -66,6 +66,9 @@ class _Plan(NamedTuple):
         )
 
 
+_UNSEEN: Any = object()
+
+
 class Planned:
     """A kernel's host function that remembers its calls."""
 
@@ -92,9 +95,9 @@ class Planned:
         if not _may_repeat(tensors[0]):
             return self.function(*args)
         key = tuple(kind)
-        if key not in self.plans:
+        plan = self.plans.get(key, _UNSEEN)
+        if plan is _UNSEEN:
             return self._watched(key, args, tensors, pointers)
-        plan = self.plans[key]
         if plan is None:
             return self.function(*args)
         return plan.repeat(tensors, pointers, none_for_absent)

@@ -375,7 +375,8 @@ def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, pr
     _T, N, C = tokens_of(x)
     dx = empty(x, *x.shape)
     y = x if projection.phi_parts is not None or collapse.norm_weight is not None else None
-    launch = streams_bwd_launch(N, C, rows=projection.rows, shared=shared_memory_of(x.device))
+    shared = shared_memory_of(x.device)
+    launch = streams_bwd_launch(N, C, rows=projection.rows, element_size=x.element_size(), shared=shared)
     width = max(launch.block_c, min(512, power_of_2(C)))
     _launch(x, g, collapse, projection, (y, None, None, None, None), (dx, *[None] * 5), launch, width)
     return dx
@@ -387,7 +388,12 @@ def write_streams_bwd(
     f, f_bias, post, res = write
     T, N, C = tokens_of(x)
     launch = streams_bwd_launch(
-        N, C, rows=projection.rows, sums_df=f_bias is not None, shared=shared_memory_of(x.device)
+        N,
+        C,
+        rows=projection.rows,
+        sums_df=f_bias is not None,
+        element_size=x.element_size(),
+        shared=shared_memory_of(x.device),
     )
     width = slice_width(C, SLICE_WIDTH) if projection.rows else C
     slices, sums_per_token = cdiv(C, width), N if res is None else N * (N + 1)
