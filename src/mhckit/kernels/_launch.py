@@ -96,9 +96,24 @@ def row_blocks(rows: int) -> int:
     return cdiv(rows, ROWS)
 
 
-def packed_rows(rows: int) -> int:
-    """Rows of a packed phi: high and low parts, as many as tensor cores multiply at a time."""
-    return cdiv(2 * rows, 16) * 16
+def packs_densely(rows: int, channels: int) -> bool:
+    """Whether the parts of phi's rows lie without padding between them: less to load, but dots of different lengths.
+
+    Not for many rows, nor where J's loop is a single step: of 130 rows and 5 channels one wrong sum was seen, on Hopper
+    with Triton 3.6, whose reason is not found.
+    """
+    return rows <= ROWS or (rows <= 80 and channels > PHI_BLOCK)
+
+
+def packed_rows(rows: int, channels: int) -> int:
+    """Rows of a packed phi: high and low parts, a multiple of what tensor cores multiply at a time."""
+    return cdiv(2 * rows, 16) * 16 if packs_densely(rows, channels) else 2 * ROWS * row_blocks(rows)
+
+
+def padded_parts(rows: int, channels: int) -> int:
+    """Rows of the tile in which phi is packed: what each part takes, with what follows it."""
+    packed = packed_rows(rows, channels)
+    return power_of_2(packed - rows if packs_densely(rows, channels) else packed // 2)
 
 
 def packed_dz_width(rows: int) -> int:
@@ -184,7 +199,7 @@ def streams_bwd_launch(
         return Launch(block_t=1, block_c=_channel_step(channels, 1024 if streams <= 4 else 512), num_warps=4)
     if streams > 4:
         # One buffer for streams, f and d, two for phi, one for dz on its way to registers; and a little besides.
-        packed, activations = packed_rows(rows), (2 * streams + 2) * 32 * 32 * element_size
+        packed, activations = packed_rows(rows, channels), (2 * streams + 2) * 32 * 32 * element_size
         fits = 2 * (streams * packed * 32 * 2) + activations + 2 * 32 * packed * 2 + (6 << 10) <= shared
         return Launch(block_t=32, block_c=32, num_warps=8, num_stages=2 if fits else 1)
     block_c = 64 if channels > 32 and channels % 8 == 0 and shared >= 128 << 10 else 32

@@ -1,6 +1,7 @@
 """Float32 operands of the backward's dots, packed once per call as bfloat16 high and low parts.
 
-    phi_parts[o, c // 32, k, c % 32]            k: high parts of the rows of phi w, then low parts; c by `pack_columns`
+    phi_parts[o, c // 32, k, c % 32]            c by `pack_columns`; k: high parts of the rows of phi w, then low parts,
+                                                of all rows (DENSE) or of 32 at a time
     dz_parts[t, part_column(p)]                 where dz does not come from `_read_bwd`, which packs it
 
 Two parts keep 16 bits of mantissa, and tensor cores multiply bfloat16 exactly. Channels beyond C and rows beyond P are
@@ -16,14 +17,34 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import bfloat16_parts, load_float, pack_columns, part_column
-from ._launch import BFLOAT, PHI_BLOCK, cdiv, packed_dz_width, packed_rows, power_of_2, tokens_of
+from ._launch import (
+    BFLOAT,
+    PHI_BLOCK,
+    cdiv,
+    packed_dz_width,
+    packed_rows,
+    packs_densely,
+    padded_parts,
+    power_of_2,
+    tokens_of,
+)
 from ._launcher import run
+
+
+@triton.jit
+def packed_row(k, P: tl.constexpr, DENSE: tl.constexpr):
+    """Which row of phi is row k of phi_parts, of either part, and whether there is one."""
+    if DENSE:
+        return k % P, k < 2 * P
+    else:
+        p = k // 64 * 32 + k % 32
+        return p, p < P
 
 
 @triton.jit
 def pack_phi_block(
     phi, norm_weight, phi_parts, block, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr,
-    PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    DENSE: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Block number `block` of phi_parts: 32 channels of one stream."""
     BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
@@ -35,18 +56,20 @@ def pack_phi_block(
     if norm_weight is not None:
         value *= load_float(norm_weight, stream * C + c, c < C)[None, :]
     high, low = bfloat16_parts(pack_columns(value, CHANNELS))
-    offsets = (block * PACKED + p[:, None]) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(phi_parts + offsets, high, mask=(p < P)[:, None])
-    tl.store(phi_parts + offsets + P * BLOCK, low, mask=(P + p < PACKED)[:, None])
+    k = p if DENSE else p // 32 * 64 + p % 32
+    BELOW: tl.constexpr = P if DENSE else 32
+    offsets = (block * PACKED + k[:, None]) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(phi_parts + offsets, high, mask=((p < P) if DENSE else (k < PACKED))[:, None])
+    tl.store(phi_parts + offsets + BELOW * BLOCK, low, mask=(k + BELOW < PACKED)[:, None])
 
 
 @triton.jit
 def pack_phi_kernel(
     phi, norm_weight, phi_parts, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr,
-    PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    DENSE: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
-    pack_phi_block(phi, norm_weight, phi_parts, block, C, P, N, PACKED, PADDED, CHANNELS, BLOCK)
+    pack_phi_block(phi, norm_weight, phi_parts, block, C, P, N, PACKED, DENSE, PADDED, CHANNELS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -62,15 +85,15 @@ def pack_dz_kernel(dz, dz_parts, T, P: tl.constexpr, PADDED: tl.constexpr, WIDTH
 def empty_phi_parts(phi: Tensor, streams: int) -> Tensor:
     """[blocks, packed rows, 32]: a block for each stream and 32 channels of it."""
     P, C = phi.shape[0], phi.shape[1] // streams
-    return empty(phi, streams * cdiv(C, PHI_BLOCK), packed_rows(P), PHI_BLOCK, dtype=BFLOAT)
+    return empty(phi, streams * cdiv(C, PHI_BLOCK), packed_rows(P, C), PHI_BLOCK, dtype=BFLOAT)
 
 
 def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int, channels_per_thread: int) -> Tensor:
     P, C, phi_parts = phi.shape[0], phi.shape[1] // streams, empty_phi_parts(phi, streams)
     run(
         pack_phi_kernel, (phi_parts.shape[0],), phi, norm_weight, phi_parts, C, P,
-        N=streams, PACKED=packed_rows(P), PADDED=power_of_2(packed_rows(P) - P), CHANNELS=channels_per_thread,
-        BLOCK=PHI_BLOCK, num_warps=4,
+        N=streams, PACKED=phi_parts.shape[1], DENSE=packs_densely(P, C), PADDED=padded_parts(P, C),
+        CHANNELS=channels_per_thread, BLOCK=PHI_BLOCK, num_warps=4,
     )  # fmt: skip
     return phi_parts
 

@@ -46,7 +46,16 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import FLOAT, PHI_BLOCK, cdiv, power_of_2, read_bwd_launch, residual_launch, rows_are_aligned
+from ._launch import (
+    FLOAT,
+    PHI_BLOCK,
+    cdiv,
+    packs_densely,
+    padded_parts,
+    read_bwd_launch,
+    residual_launch,
+    rows_are_aligned,
+)
 from ._launcher import run
 from ._math import Math
 from ._pack import pack_phi_block
@@ -88,6 +97,7 @@ def read_bwd_kernel(
     SEPARATE: tl.constexpr,
     RESIDUAL_T: tl.constexpr,
     PACKED: tl.constexpr,
+    DENSE: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
     PACKED_CHANNELS: tl.constexpr,
     PHI_BLOCK: tl.constexpr,
@@ -104,8 +114,9 @@ def read_bwd_kernel(
         if phi_parts is not None:
             block = program - packing
             pack_phi_block(
-                phi, phi_weight, phi_parts, block, C, MATH.rows, N, PACKED, PADDED_ROWS, PACKED_CHANNELS, PHI_BLOCK
-            )
+                phi, phi_weight, phi_parts, block, C, MATH.rows, N, PACKED, DENSE, PADDED_ROWS, PACKED_CHANNELS,
+                PHI_BLOCK,
+            )  # fmt: skip
     elif program < residual_programs:
         if SEPARATE:
             _write_half_backward_alone(
@@ -367,7 +378,7 @@ def read_bwd(
         dz, k, k_more, read_weights, norm_share, dweights, *(sums or (None, None)), phi, phi_weight, phi_parts,
         tokens, channels, k_factor, residual_programs, pack_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
-        PACKED=packed, PADDED_ROWS=power_of_2(packed - math.rows), PACKED_CHANNELS=packed_channels,
-        PHI_BLOCK=PHI_BLOCK, **launch.meta(),
+        PACKED=packed, DENSE=packs_densely(math.rows, channels), PADDED_ROWS=padded_parts(math.rows, channels),
+        PACKED_CHANNELS=packed_channels, PHI_BLOCK=PHI_BLOCK, **launch.meta(),
     )  # fmt: skip
     return CoefficientGradients(k, k_more, sums)

@@ -49,6 +49,7 @@ from ._launch import (
     loads_are_wide,
     packed_dz_width,
     packed_rows,
+    packs_densely,
     power_of_2,
     shared_memory_of,
     slice_width,
@@ -56,6 +57,7 @@ from ._launch import (
     tokens_of,
 )
 from ._launcher import run
+from ._pack import packed_row
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -86,6 +88,7 @@ def streams_bwd_kernel(
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
+    DENSE: tl.constexpr,
     DZ_WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
     FOLD: tl.constexpr,
@@ -105,7 +108,7 @@ def streams_bwd_kernel(
         k = load_float(k_share, t, live)[:, None]
         if k_more is not None:
             k += load_float(k_more, t, live)[:, None]
-        dz_blocks = _load_dz(dz_parts, T, P, PACKED, DZ_WIDTH, BLOCK_T)
+        dz_blocks = _load_dz(dz_parts, T, P, PACKED, DENSE, DZ_WIDTH, BLOCK_T)
     if f is not None:
         post_columns = load_per_token(post, t, live, N)
         res_columns = () if res is None else load_per_token(res, t, live, N * N)
@@ -226,28 +229,31 @@ def _as_float(streams, piece: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _load_dz(dz_parts, T, P: tl.constexpr, PACKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr):
+def _load_dz(
+    dz_parts, T, P: tl.constexpr, PACKED: tl.constexpr, DENSE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr
+):
     """High and low parts of dz as rows, once for each part of phi: [2 tokens, PACKED], in the blocks of `_dot_phi`."""
     blocks = ()
     for block in tl.static_range(PACKED // 64):
-        blocks = blocks + (_load_dz_block(dz_parts, T, block * 64, 64, P, WIDTH, BLOCK_T),)
+        blocks = blocks + (_load_dz_block(dz_parts, T, block * 64, 64, P, DENSE, WIDTH, BLOCK_T),)
     if PACKED % 64 >= 32:
-        blocks = blocks + (_load_dz_block(dz_parts, T, PACKED // 64 * 64, 32, P, WIDTH, BLOCK_T),)
+        blocks = blocks + (_load_dz_block(dz_parts, T, PACKED // 64 * 64, 32, P, DENSE, WIDTH, BLOCK_T),)
     if PACKED % 32 >= 16:
-        blocks = blocks + (_load_dz_block(dz_parts, T, PACKED // 32 * 32, 16, P, WIDTH, BLOCK_T),)
+        blocks = blocks + (_load_dz_block(dz_parts, T, PACKED // 32 * 32, 16, P, DENSE, WIDTH, BLOCK_T),)
     return blocks
 
 
 @triton.jit
 def _load_dz_block(
-    dz_parts, T, first: tl.constexpr, COUNT: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr
-):
+    dz_parts, T, first: tl.constexpr, COUNT: tl.constexpr, P: tl.constexpr, DENSE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):  # fmt: skip
     r = tl.arange(0, 2 * BLOCK_T)
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + r // 16 * 8 + r % 8
     low = (r // 8) % 2 == 1
-    k = first + tl.arange(0, COUNT)
-    column = tl.where(low[:, None], part_column(k % P, 1)[None, :], part_column(k % P, 0)[None, :])
-    return tl.load(dz_parts + t[:, None] * WIDTH + column, mask=(t < T)[:, None] & (k < 2 * P)[None, :], other=0.0)
+    p, exists = packed_row(first + tl.arange(0, COUNT), P, DENSE)
+    column = tl.where(low[:, None], part_column(p, 1)[None, :], part_column(p, 0)[None, :])
+    return tl.load(dz_parts + t[:, None] * WIDTH + column, mask=(t < T)[:, None] & exists[None, :], other=0.0)
 
 
 @triton.jit
@@ -426,7 +432,8 @@ def _launch(
     run(
         streams_bwd_kernel, (cdiv(T, launch.block_t), cdiv(C, width)),
         g, *collapse, *tensors, *streams, *gradients, T, C, rows,
-        N=N, WIDTH=width, PACKED=packed_rows(rows), DZ_WIDTH=packed_dz_width(rows),
+        N=N, WIDTH=width, PACKED=packed_rows(rows, C), DENSE=packs_densely(rows, C),
+        DZ_WIDTH=packed_dz_width(rows),
         PIECE=PHI_BLOCK if dots else launch.block_c, FOLD=channels_per_thread(launch) if dots else 8,
         IN_THREAD=in_thread, **launch.meta(),
     )  # fmt: skip
