@@ -110,6 +110,7 @@ def test_several_slices_of_channels_and_programs(operator: str, monkeypatch: pyt
     if DEVICE == "cpu":  # interpreted, narrow slices show the same in a tenth of the time
         monkeypatch.setattr(_write_project, "SLICE_WIDTH", 64)
         monkeypatch.setattr(_streams_bwd, "SLICE_WIDTH", 64)
+        monkeypatch.setattr(_launch, "SLICE_WIDTH", 64)
         monkeypatch.setattr(_launch, "TOKEN_CHUNK", 16)
         channels = 170
     assert channels >= 2 * max(_write_project.SLICE_WIDTH, _streams_bwd.SLICE_WIDTH)
