@@ -139,11 +139,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     constants = dict(launch.constants)
     if target.startswith("gfx") and "PRECISION" in constants:
         constants["PRECISION"] = "ieee"
-    if (
-        target not in ("sm_80", "sm_90")
-        and (constants.get("ROW_BLOCKS") or constants.get("PACKED"))
-        and "IN_THREAD" in constants
-    ):
+    if target not in ("sm_80", "sm_90") and constants.get("PACKED") and "IN_THREAD" in constants:
         constants["IN_THREAD"] = False  # as `dots_stay_in_threads` has it
     kernel = launch.kernel
     names = kernel.arg_names

@@ -11,10 +11,10 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "ke
 from accuracy import run
 from recipes import every_recipe
 
-from mhckit.kernels import _streams_bwd, _write_project
+from mhckit.kernels import _launch
 from mhckit.testing import OPERATORS, make_call
 
-_write_project.SLICE_WIDTH = _streams_bwd.SLICE_WIDTH = 32  # several slices of few channels
+_launch.SLICE_WIDTH = 32  # several slices of few channels
 torch.use_deterministic_algorithms(True)  # fills what is uninitialised with NaN
 RECIPES = every_recipe()
 for operator in OPERATORS:

@@ -51,6 +51,16 @@ def test_a_repeated_call_does_as_one_through_triton(
 
 
 @each_operator
+def test_inference_mode(operator: str) -> None:
+    call = _call(operator, tokens=66, channels=136)
+    want = call()
+    for _ in range(2):
+        with torch.inference_mode():
+            for got, value in zip(_call(operator, tokens=66, channels=136)(), want, strict=True):
+                assert torch.equal(got, value)
+
+
+@each_operator
 @pytest.mark.parametrize("name", ["deepseek_v4", "paper"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_token_alone_and_in_a_batch(operator: str, name: str, dtype: torch.dtype) -> None:

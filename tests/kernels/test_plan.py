@@ -160,3 +160,19 @@ def test_plans_do_not_pile_up(device: Device, monkeypatch: pytest.MonkeyPatch) -
     for tokens in range(1, 9):
         planned([_x(tokens, 8), None, 2.0], none_for_absent=True)
         assert len(planned.plans) <= 3
+
+
+def test_in_inference_mode(device: Device) -> None:
+    planned = Planned(device.host)
+    with torch.inference_mode():
+        for _ in range(3):
+            planned([_x(), _x(4), 2.0], none_for_absent=True)
+    assert device.calls == 1 and len(device.launched) == 4
+
+
+def test_a_tensor_elsewhere_is_another_kind_of_call(device: Device) -> None:
+    """Launched with its pointer it would be read as memory of the device."""
+    planned = Planned(device.host)
+    planned([_x(), _x(4), 2.0], none_for_absent=True)
+    planned([_x(), torch.empty(4, dtype=torch.float64, device="meta"), 2.0], none_for_absent=True)
+    assert device.calls == 2 and device.launched == []

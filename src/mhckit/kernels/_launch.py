@@ -1,9 +1,10 @@
 """Launch parameters as data: one frozen value per kernel, from one heuristic per kernel.
 
-They are functions of N, P, C and the dtype alone, never of the number of tokens: a token's result must not depend on
-its batch, and a new batch size must not compile anything. Their sources are measurements on an H200
-(benchmarks/results/junction.jsonl, and the attempts in docs/performance.md) and the compiler: for 4 streams of bfloat16
-on sm_90 registers are not spilled, or a few with all options (`make sass`; CI holds them to it).
+They are functions of N, P, C, the dtype and the device alone, never of the number of tokens: a token's result must not
+depend on its batch, and a new batch size must not compile anything. (Into how many chunks sums over all tokens are cut
+is neither.) Their sources are measurements on an H200 (benchmarks/results/junction.jsonl, and the attempts in
+docs/performance.md) and the compiler: for 4 streams of bfloat16 on sm_90 registers are not spilled, or a few with all
+options (`make sass`; CI holds them to it).
 
 Two facts decide most of them. A row of a tile should be 128 bytes or more: at 64, half of the memory's speed is lost,
 whatever else is done. And a program waits for its loads together, so several small programs per multiprocessor hide
@@ -97,36 +98,45 @@ def row_blocks(rows: int) -> int:
 
 
 def packs_densely(rows: int, channels: int) -> bool:
-    """Whether the parts of phi's rows lie without padding between them: less to load, unless it takes two dots then.
+    """Whether the parts of phi's rows lie without padding between them: where that is less to load.
 
-    With two dots J gains where it takes the channels in slices, and loses 3% elsewhere. Not for many rows, nor where
-    its loop is a single step: of 130 rows and 5 channels wrong sums were seen, on Hopper with Triton 3.6, whose reason
-    is not found.
+    48 rows take two dots, with which J gains where it takes the channels in slices, and loses 3% elsewhere. Not for
+    many rows, nor beyond 32 where C is 32 or less: of 130 rows and 5 channels wrong sums were seen, on Hopper with
+    Triton 3.6, whose reason is not found.
     """
+    dense = cdiv(2 * rows, 16) * 16
+    if dense >= _padded_rows(rows):
+        return False
     if rows <= ROWS:
-        return cdiv(2 * rows, 16) in (1, 2, 4) or channels >= 2 * SLICE_WIDTH
+        return dense != 48 or channels >= 2 * SLICE_WIDTH
     return rows <= 80 and channels > PHI_BLOCK
 
 
 def packed_rows(rows: int, channels: int) -> int:
     """Rows of a packed phi: high and low parts, a multiple of what tensor cores multiply at a time."""
-    return cdiv(2 * rows, 16) * 16 if packs_densely(rows, channels) else 2 * ROWS * row_blocks(rows)
+    return cdiv(2 * rows, 16) * 16 if packs_densely(rows, channels) else _padded_rows(rows)
+
+
+def _padded_rows(rows: int) -> int:
+    return 2 * ROWS * row_blocks(rows)
 
 
 def padded_parts(rows: int, channels: int) -> int:
-    """Rows of the tile in which phi is packed: what each part takes, with what follows it."""
+    """Rows of the tile in which phi is packed: a power of two that holds its rows, and with the low parts the padding
+    that follows them.
+    """
     packed = packed_rows(rows, channels)
     return power_of_2(packed - rows if packs_densely(rows, channels) else packed // 2)
 
 
 def packed_dz_width(rows: int) -> int:
     """Columns of a packed dz: the parts of whole blocks of rows."""
-    return 2 * ROWS * row_blocks(rows)
+    return _padded_rows(rows)
 
 
-def slice_width(channels: int, least: int) -> int:
-    """Channels per partial sum: as many slices as have `least` channels, of equal width."""
-    slices = max(1, channels // least)
+def slice_width(channels: int) -> int:
+    """Channels per partial sum: as many slices as have SLICE_WIDTH channels, of equal width."""
+    slices = max(1, channels // SLICE_WIDTH)
     return cdiv(cdiv(channels, slices), 64) * 64
 
 

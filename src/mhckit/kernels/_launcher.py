@@ -3,7 +3,7 @@
 ``kernel[grid](...)`` binds, specialises and hashes some forty arguments in Python on every launch: a hundred
 microseconds and more, longer than many of the kernels run. What a launch depends on is small: the dtypes of the
 tensors, which of them are absent, the constants, and whether a count needs 64 bits. Pointers are always aligned here
-(ops/_register.py sees to it). The first launch with such a key goes through Triton, the others straight to the driver.
+(`_plan` sees to it). The first launch with such a key goes through Triton, the others straight to the driver.
 On AMD a launch also depends on whether a tensor exceeds 2 GB: there each goes through Triton.
 """
 
@@ -38,6 +38,8 @@ class Compiled(NamedTuple):
 
 
 class Recorded(NamedTuple):
+    """A launch that was made, with its arguments but for the constants."""
+
     kernel: Compiled
     grid: tuple[int, int, int]
     args: tuple[Any, ...]

@@ -4,8 +4,8 @@
     dn[c]  = sum_t e[t,c] u[t] a[t,c]                                                          (n the norm of x_in)
     dbias  = sum_t D        dscale[group] = sum_t sum_{p in group} D z r        db = sum_t df
 
-Tokens are summed in chunks of fixed length into slots of their own, and the slots in order by one last small kernel: no
-atomics, and the same bits in every run. One pass over y, and over e if the norm's weight is wanted: 8C to 10C bytes per
+Tokens are summed in chunks into slots of their own, and the slots in order by one last small kernel: no atomics, and
+the same bits in every run. One pass over y, and over e if the norm's weight is wanted: 8C to 10C bytes per
 token for 4 streams of 2-byte activations.
 """
 
@@ -272,18 +272,17 @@ class PhiSums(NamedTuple):
 
 def chunk_sums(
     y: Tensor,
-    dz_parts: Tensor | None,
-    phi: Tensor | None,
-    norm_weight: Tensor | None,
+    *,
+    dz_parts: Tensor | None = None,
+    phi: Tensor | None = None,
+    norm_weight: Tensor | None = None,
     norm: tuple[Tensor, Tensor] | None = None,
 ) -> PhiSums:
     """dz_parts: where dphi is wanted. norm: dL/dx_in and the read weights times u, where dn is wanted."""
     T, N, C = tokens_of(y)
     rows = 0 if dz_parts is None else phi.shape[0]
-    chunks, launch = (
-        token_chunks(T, rows),
-        parameters_bwd_launch(rows, wide=loads_are_wide(y), norm=norm is not None),
-    )
+    chunks = token_chunks(T, rows)
+    launch = parameters_bwd_launch(rows, wide=loads_are_wide(y), norm=norm is not None)
     slots = dphi = None
     if rows and chunks == 1 and norm_weight is None and phi.dtype == FLOAT:
         dphi = empty(phi, *phi.shape)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mhckit.ops._register import aligned, allocations
+from mhckit.ops._register import allocations
 
 from . import _launcher
 
@@ -29,7 +29,7 @@ class _Launch(NamedTuple):
     """A compiled kernel, and which of a call's values are its arguments."""
 
     kernel: _launcher.Compiled
-    grid: tuple[int, ...]
+    grid: tuple[int, int, int]
     pick: Callable[[list[Any]], tuple[Any, ...]]
 
 
@@ -78,18 +78,17 @@ class Planned:
 
     def __call__(self, args: Sequence[Any], *, none_for_absent: bool) -> Any:
         """Results of the function, the absent ones as they are or, where the call is repeated and asked to, None."""
+        args = list(args)
         kind: list[Any] = []
         tensors: list[Tensor] = []
         pointers: list[int] = []
-        for argument in args:
+        for position, argument in enumerate(args):
             if isinstance(argument, Tensor):
-                pointer = argument.data_ptr()
-                if pointer % 16 or not argument.is_contiguous():
-                    args = [aligned(each) if isinstance(each, Tensor) else each for each in args]
-                    return self(args, none_for_absent=none_for_absent)
+                if argument.data_ptr() % 16 or not argument.is_contiguous():
+                    argument = args[position] = _aligned(argument)
                 tensors.append(argument)
-                pointers.append(pointer)
-                kind += (argument.shape, argument.dtype)
+                pointers.append(argument.data_ptr())
+                kind += (argument.shape, argument.dtype, argument.device)
             else:
                 kind.append(argument)
         if not _may_repeat(tensors[0]):
@@ -105,12 +104,23 @@ class Planned:
     def _watched(self, key: tuple[Any, ...], args: Sequence[Any], tensors: list[Tensor], pointers: list[int]) -> Any:
         if len(set(pointers)) < len(pointers) or 0 in pointers:
             return self.function(*args)  # the same tensor twice, or no elements: not what most calls look like
-        with allocations() as allocated, _launcher.recorded() as launches:
+        # Inference tensors do not count what is written into them.
+        with torch.inference_mode(False), torch.no_grad(), allocations() as allocated, _launcher.recorded() as launches:
             result = self.function(*args)
         if len(self.plans) >= MAX_PLANS:
             self.plans.clear()
         self.plans[key] = _plan(result, tensors, pointers, allocated, launches)
         return result
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, and a view that starts between 16-byte boundaries is copied.
+
+    Triton compiles another kernel for it, with narrow loads and other orders of summation: slow, and a token would not
+    get the same bits alone, as a slice of its batch, and inside it.
+    """
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _may_repeat(tensor: Tensor) -> bool:
@@ -121,7 +131,7 @@ def _plan(
     result: Any,
     tensors: list[Tensor],
     pointers: list[int],
-    allocated: list[Tensor],
+    allocations: list[tuple[Tensor, int]],
     launches: list[_launcher.Recorded | None],
 ) -> _Plan | None:
     """How to repeat a call, or None where more happened than allocations and launches: a tensor came from elsewhere, or
@@ -129,11 +139,16 @@ def _plan(
     """
     alone = isinstance(result, Tensor)
     returned: tuple[Tensor, ...] = (result,) if alone else tuple(result)
+    allocated = [tensor for tensor, _version in allocations]
     kept = [tensor for tensor in returned if tensor.numel()]
     inner = [tensor for tensor in allocated if tensor.numel() and not _among(tensor, kept)]
-    if not all(_among(tensor, allocated) for tensor in kept) or any(tensor._version for tensor in allocated):
+    written = any(tensor._version > version for tensor, version in allocations)
+    if written or not all(_among(tensor, allocated) for tensor in kept):
         return None
-    slots = {pointer: slot for slot, pointer in enumerate([*pointers, *(t.data_ptr() for t in kept + inner)])}
+    all_pointers = [*pointers, *(tensor.data_ptr() for tensor in kept + inner)]
+    slots = {pointer: slot for slot, pointer in enumerate(all_pointers)}
+    if len(slots) < len(all_pointers):
+        return None
     offsets, end = [], 0
     for tensor in inner:
         offsets.append(end)
@@ -152,7 +167,7 @@ def _plan(
             else:
                 constants.append(0 if isinstance(argument, Tensor) else argument)
                 chosen.append(len(slots) + len(constants) - 1)
-        picks.append(_Launch(launch.kernel, launch.grid, operator.itemgetter(*chosen)))
+        picks.append(_Launch(launch.kernel, launch.grid, _picker(chosen)))
     index = {id(tensor): position for position, tensor in enumerate(kept)}
     return _Plan(
         tuple((_model(tensor, tensors), tensor.shape, tensor.dtype) for tensor in kept),
@@ -163,6 +178,12 @@ def _plan(
         tuple(constants),
         tuple(picks),
     )
+
+
+def _picker(chosen: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    if len(chosen) > 1:
+        return operator.itemgetter(*chosen)
+    return lambda values: tuple(values[index] for index in chosen)
 
 
 def _among(tensor: Tensor, tensors: list[Tensor]) -> bool:

@@ -350,7 +350,7 @@ def read_bwd(
     dweights: Tensor | None = None,
     packing: Packing | None = None,
 ) -> CoefficientGradients:
-    """Fill the given results and return the rest, on the device of like; phi is packed on the way.
+    """Fill the given results and return the rest, on the device of like; phi is packed on the way if asked.
 
     weights: a tensor [T, N], or what WEIGHTS may be; dz: where it goes, packed if it holds bfloat16.
     """

@@ -117,8 +117,9 @@ def parameter_gradients(
     wants_norm = need_out_norm and out_norm_weight is not None
     norm = (dx_in, read_weights) if wants_norm and dx_in is not None else None
     dz_parts = read.projection.dz_parts if need_phi else None
-    wants_sums = dz_parts is not None or norm is not None
-    sums = chunk_sums(y, dz_parts, parameters.phi, parameters.norm_weight, norm) if wants_sums else PhiSums()
+    sums = PhiSums()
+    if dz_parts is not None or norm is not None:
+        sums = chunk_sums(y, dz_parts=dz_parts, phi=parameters.phi, norm_weight=parameters.norm_weight, norm=norm)
     done = finish(
         sums, read.sums, written,
         streams=N, channels=C, math=math, out_norm_weight=out_norm_weight, f_bias=f_bias, **parameters._asdict(),

@@ -41,7 +41,6 @@ from ._device import (
 from ._launch import (
     FLOAT,
     PHI_BLOCK,
-    SLICE_WIDTH,
     Launch,
     cdiv,
     channels_per_thread,
@@ -401,7 +400,7 @@ def write_streams_bwd(
         element_size=x.element_size(),
         shared=shared_memory_of(x.device),
     )
-    width = slice_width(C, SLICE_WIDTH) if projection.rows else C
+    width = slice_width(C) if projection.rows else C
     slices, sums_per_token = cdiv(C, width), N if res is None else N * (N + 1)
     gradients = WriteGradients(
         empty(x, *x.shape),

@@ -34,7 +34,6 @@ from ._launch import (
     FLOAT,
     PRECISION,
     ROWS,
-    SLICE_WIDTH,
     cdiv,
     loads_are_wide,
     row_blocks,
@@ -215,7 +214,7 @@ def _project(
     y: Tensor | None,
 ) -> Projection:
     T, N, C = tokens_of(x)
-    P, width, wide = phi.shape[0], slice_width(C, SLICE_WIDTH), loads_are_wide(x)
+    P, width, wide = phi.shape[0], slice_width(C), loads_are_wide(x)
     launch = write_project_launch(
         N, P, writes=f is not None, element_size=x.element_size(), wide=wide, shared=shared_memory_of(x.device)
     )

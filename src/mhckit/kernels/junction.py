@@ -1,4 +1,4 @@
-"""Kernels of `junction`: F1, F2; then phi is packed, B, J, P and the sums that end it."""
+"""Kernels of `junction`: F1, F2; B, which also packs phi, J, P and the sums that end it."""
 
 from __future__ import annotations
 

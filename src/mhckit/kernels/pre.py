@@ -45,6 +45,6 @@ def pre_bwd(
     dx = read_streams_bwd(x, None, collapse, ProjectionGradient())
     dnorm_weight = None
     if norm_weight is not None and need_norm_weight:
-        sums = chunk_sums(x, None, None, None, norm=(dx_in, read_weights))
+        sums = chunk_sums(x, norm=(dx_in, read_weights))
         dnorm_weight = finish(sums, None, None, streams=N, channels=C, out_norm_weight=norm_weight).out_norm_weight
     return pack((dx, dpre, dnorm_weight), otherwise=x)

@@ -67,6 +67,6 @@ def project_bwd(
     dx = read_streams_bwd(x, None, CollapseGradient(), projection)
     if not need_phi:
         return pack((dx, None, None), otherwise=x)
-    sums = chunk_sums(x, projection.dz_parts, phi, norm_weight)
+    sums = chunk_sums(x, dz_parts=projection.dz_parts, phi=phi, norm_weight=norm_weight)
     done = finish(sums, None, None, streams=N, channels=C, phi=phi, norm_weight=norm_weight)
     return pack((dx, done.phi, done.norm_weight), otherwise=x)

@@ -6,9 +6,11 @@ readable constant: twenty scalars cost more to dispatch, dynamic compilation mak
 them, and every new field would change every schema. The backend that the public function chose comes last.
 
 Contract of an implementation, reference or kernel:
-- arguments as in the schema, leading dimensions arbitrary, every tensor contiguous, no backend argument;
+- arguments as in the schema, leading dimensions arbitrary, every tensor contiguous (for a kernel: at a multiple of 16
+  bytes, too), no backend argument;
 - results contiguous, aliasing neither inputs nor each other; what does not apply (no residual matrix, a gradient
-  nobody needs) is ``absent(x)``, an empty tensor, because schemas cannot return None.
+  nobody needs) is ``absent(x)``, an empty tensor, because schemas cannot return None. Where an eager call goes straight
+  to a kernel, None may come in its place.
 """
 
 from __future__ import annotations
@@ -78,26 +80,26 @@ def absent(like: Tensor) -> Tensor:
 def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous uninitialised tensor on the device of ``like``; fakes and kernels allocate with it."""
     tensor = like.new_empty(shape, dtype=dtype or like.dtype)
-    if _watched.tensors is not None:
-        _watched.tensors.append(tensor)
+    if _watched.allocated is not None:
+        _watched.allocated.append((tensor, tensor._version))
     return tensor
 
 
 class _Watched(threading.local):
-    tensors: list[Tensor] | None = None
+    allocated: list[tuple[Tensor, int]] | None = None
 
 
 _watched = _Watched()
 
 
 @contextlib.contextmanager
-def allocations() -> Iterator[list[Tensor]]:
-    """What this thread allocates with `empty`."""
-    _watched.tensors = tensors = []
+def allocations() -> Iterator[list[tuple[Tensor, int]]]:
+    """What this thread allocates with `empty`, and how often torch had written into each by then."""
+    _watched.allocated = allocated = []
     try:
-        yield tensors
+        yield allocated
     finally:
-        _watched.tensors = None
+        _watched.allocated = None
 
 
 def room_for(tensors: Iterable[Tensor | None], *, otherwise: Tensor) -> tuple[Tensor, ...]:
@@ -129,7 +131,7 @@ def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
 
 
-def needed(gradients: Sequence[Tensor], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def needed(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """What backward returns: a gradient per input, None where autograd wants none (then it may be absent)."""
     return tuple(gradients[i] if need and i < len(gradients) else None for i, need in enumerate(needs))
 
@@ -246,16 +248,6 @@ def _is_plain_tensor(tensor: Tensor) -> bool:
 
 
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """Contiguous, and a view that starts between 16-byte boundaries is copied.
-
-    Triton compiles another kernel for it, with narrow loads and other orders of summation: slow, and a token would not
-    get the same bits alone, as a slice of its batch, and inside it.
-    """
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -136,7 +136,7 @@ def mix_gradients(dpre: Tensor | None, dpost: Tensor | None, dres: Tensor | None
     return Mix(given(dpre, n), given(dpost, n), None if recipe.residual == "identity" else given(dres, n, n))
 
 
-def as_mix(pre: Tensor, post: Tensor, res: Tensor, recipe: Recipe) -> Mix:
+def as_mix(pre: Tensor, post: Tensor, res: Tensor | None, recipe: Recipe) -> Mix:
     """A Mix from the results of an operator, where an absent res stands for None."""
     return Mix(pre, post, None if recipe.residual == "identity" else res)
 
