@@ -88,6 +88,7 @@ def streams_bwd_kernel(
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
     DENSE: tl.constexpr,
+    CHAINS: tl.constexpr,
     DZ_WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
     FOLD: tl.constexpr,
@@ -167,7 +168,7 @@ def streams_bwd_kernel(
                 if LATE:
                     collapsed += weights[o] * y
                 if phi_parts is not None:
-                    G = _dot_phi(dz_blocks, phi_parts, o, start + piece * PIECE, C, PACKED, PIECE, FOLD)
+                    G = _dot_phi(dz_blocks, phi_parts, o, start + piece * PIECE, C, PACKED, CHAINS, PIECE, FOLD)
                     G += k * y
                 else:
                     G = tl.zeros((BLOCK_T, PIECE), tl.float32)
@@ -257,22 +258,38 @@ def _load_dz_block(
 
 @triton.jit
 def _dot_phi(
-    dz_blocks, phi_parts, o: tl.constexpr, start, C: tl.constexpr, PACKED: tl.constexpr, PIECE: tl.constexpr,
-    FOLD: tl.constexpr,
+    dz_blocks, phi_parts, o: tl.constexpr, start, C: tl.constexpr, PACKED: tl.constexpr, CHAINS: tl.constexpr,
+    PIECE: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """dz phi for one stream and PIECE channels from start, exact to the 16 bits of the parts."""
     BLOCKS: tl.constexpr = (C + PIECE - 1) // PIECE
     at = start // PIECE
     here = at < BLOCKS
     tile = phi_parts + (o * BLOCKS + at) * (PACKED * PIECE)
-    total = tl.zeros((dz_blocks[0].shape[0], PIECE), tl.float32)
+    DZ_ROWS: tl.constexpr = dz_blocks[0].shape[0]
+    total = tl.zeros((DZ_ROWS if CHAINS else DZ_ROWS // 2, PIECE), tl.float32)
     for block in tl.static_range(PACKED // 64):
-        total = tl.dot(dz_blocks[block], _load_phi(tile, block * 64, 64, PIECE, here), total)
+        total = _add_dot(total, dz_blocks[block], _load_phi(tile, block * 64, 64, PIECE, here), CHAINS)
     if PACKED % 64 >= 32:
-        total = tl.dot(dz_blocks[PACKED // 64], _load_phi(tile, PACKED // 64 * 64, 32, PIECE, here), total)
+        phi_32 = _load_phi(tile, PACKED // 64 * 64, 32, PIECE, here)
+        total = _add_dot(total, dz_blocks[PACKED // 64], phi_32, CHAINS)
     if PACKED % 32 >= 16:
-        total = tl.dot(dz_blocks[len(dz_blocks) - 1], _load_phi(tile, PACKED // 32 * 32, 16, PIECE, here), total)
-    return unpack_columns(sum_parts(total), FOLD)
+        phi_16 = _load_phi(tile, PACKED // 32 * 32, 16, PIECE, here)
+        total = _add_dot(total, dz_blocks[len(dz_blocks) - 1], phi_16, CHAINS)
+    return unpack_columns(sum_parts(total) if CHAINS else total, FOLD)
+
+
+@triton.jit
+def _add_dot(total, dz, phi, CHAINS: tl.constexpr):
+    """total + dz phi: with CHAINS inside the tensor cores; else the parts of dz are added up first.
+
+    Beyond 4 warps the compiler lays out the last dot of a chain unlike the others, and rearranges the sum before it.
+    With that, and no loads in flight, wrong sums were seen (see `packs_densely`). Elsewhere a chain spills less.
+    """
+    if CHAINS:
+        return tl.dot(dz, phi, total)
+    else:
+        return total + sum_parts(tl.dot(dz, phi))
 
 
 @triton.jit
@@ -426,12 +443,13 @@ def _launch(
 ) -> None:
     T, N, C = tokens_of(like)
     *tensors, rows = projection
-    dots = rows > 0
+    dots, dense = rows > 0, packs_densely(rows, C)
+    chains = launch.num_warps == 4 or (dense and launch.num_stages > 1)
     in_thread = dots_stay_in_threads(like.device) if dots else loads_are_wide(like)
     run(
         streams_bwd_kernel, (cdiv(T, launch.block_t), cdiv(C, width)),
         g, *collapse, *tensors, *streams, *gradients, T, C, rows,
-        N=N, WIDTH=width, PACKED=packed_rows(rows, C), DENSE=packs_densely(rows, C),
+        N=N, WIDTH=width, PACKED=packed_rows(rows, C), DENSE=dense, CHAINS=chains,
         DZ_WIDTH=packed_dz_width(rows),
         PIECE=PHI_BLOCK if dots else launch.block_c, FOLD=channels_per_thread(launch) if dots else 8,
         IN_THREAD=in_thread, **launch.meta(),
