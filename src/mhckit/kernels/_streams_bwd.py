@@ -29,13 +29,10 @@ from ._device import (
     folded_zeros,
     load_float,
     load_per_token,
-    part_column,
     pieces,
     rounded_product,
     store_as,
-    sum_parts,
     tokens_of_program,
-    unpack_columns,
     write_stream,
 )
 from ._launch import (
@@ -56,7 +53,7 @@ from ._launch import (
     tokens_of,
 )
 from ._launcher import run
-from ._pack import packed_row
+from ._packed_dot import dot_phi, load_dz
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -108,7 +105,7 @@ def streams_bwd_kernel(
         k = load_float(k_share, t, live)[:, None]
         if k_more is not None:
             k += load_float(k_more, t, live)[:, None]
-        dz_blocks = _load_dz(dz_parts, T, P, PACKED, DENSE, DZ_WIDTH, BLOCK_T)
+        dz_blocks = load_dz(dz_parts, T, P, PACKED, DENSE, DZ_WIDTH, BLOCK_T)
     if f is not None:
         post_columns = load_per_token(post, t, live, N)
         res_columns = () if res is None else load_per_token(res, t, live, N * N)
@@ -168,7 +165,7 @@ def streams_bwd_kernel(
                 if LATE:
                     collapsed += weights[o] * y
                 if phi_parts is not None:
-                    G = _dot_phi(dz_blocks, phi_parts, o, start + piece * PIECE, C, PACKED, CHAINS, PIECE, FOLD)
+                    G = dot_phi(dz_blocks, phi_parts, o, start + piece * PIECE, C, PACKED, CHAINS, PIECE, FOLD)
                     G += k * y
                 else:
                     G = tl.zeros((BLOCK_T, PIECE), tl.float32)
@@ -226,76 +223,6 @@ def _as_float(streams, piece: tl.constexpr, N: tl.constexpr):
     for i in tl.static_range(N):
         tiles = tiles + (streams[i][piece].to(tl.float32),)
     return tiles
-
-
-@triton.jit
-def _load_dz(
-    dz_parts, T, P: tl.constexpr, PACKED: tl.constexpr, DENSE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr
-):
-    """High and low parts of dz as rows, once for each part of phi: [2 tokens, PACKED], in the blocks of `_dot_phi`."""
-    blocks = ()
-    for block in tl.static_range(PACKED // 64):
-        blocks = blocks + (_load_dz_block(dz_parts, T, block * 64, 64, P, DENSE, WIDTH, BLOCK_T),)
-    if PACKED % 64 >= 32:
-        blocks = blocks + (_load_dz_block(dz_parts, T, PACKED // 64 * 64, 32, P, DENSE, WIDTH, BLOCK_T),)
-    if PACKED % 32 >= 16:
-        blocks = blocks + (_load_dz_block(dz_parts, T, PACKED // 32 * 32, 16, P, DENSE, WIDTH, BLOCK_T),)
-    return blocks
-
-
-@triton.jit
-def _load_dz_block(
-    dz_parts, T, first: tl.constexpr, COUNT: tl.constexpr, P: tl.constexpr, DENSE: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    r = tl.arange(0, 2 * BLOCK_T)
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + r // 16 * 8 + r % 8
-    low = (r // 8) % 2 == 1
-    p, exists = packed_row(first + tl.arange(0, COUNT), P, DENSE)
-    column = tl.where(low[:, None], part_column(p, 1)[None, :], part_column(p, 0)[None, :])
-    return tl.load(dz_parts + t[:, None] * WIDTH + column, mask=(t < T)[:, None] & exists[None, :], other=0.0)
-
-
-@triton.jit
-def _dot_phi(
-    dz_blocks, phi_parts, o: tl.constexpr, start, C: tl.constexpr, PACKED: tl.constexpr, CHAINS: tl.constexpr,
-    PIECE: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """dz phi for one stream and PIECE channels from start, exact to the 16 bits of the parts."""
-    BLOCKS: tl.constexpr = (C + PIECE - 1) // PIECE
-    at = start // PIECE
-    here = at < BLOCKS
-    tile = phi_parts + (o * BLOCKS + at) * (PACKED * PIECE)
-    DZ_ROWS: tl.constexpr = dz_blocks[0].shape[0]
-    total = tl.zeros((DZ_ROWS if CHAINS else DZ_ROWS // 2, PIECE), tl.float32)
-    for block in tl.static_range(PACKED // 64):
-        total = _add_dot(total, dz_blocks[block], _load_phi(tile, block * 64, 64, PIECE, here), CHAINS)
-    if PACKED % 64 >= 32:
-        phi_32 = _load_phi(tile, PACKED // 64 * 64, 32, PIECE, here)
-        total = _add_dot(total, dz_blocks[PACKED // 64], phi_32, CHAINS)
-    if PACKED % 32 >= 16:
-        phi_16 = _load_phi(tile, PACKED // 32 * 32, 16, PIECE, here)
-        total = _add_dot(total, dz_blocks[len(dz_blocks) - 1], phi_16, CHAINS)
-    return unpack_columns(sum_parts(total) if CHAINS else total, FOLD)
-
-
-@triton.jit
-def _add_dot(total, dz, phi, CHAINS: tl.constexpr):
-    """total + dz phi: with CHAINS inside the tensor cores; else the parts of dz are added up first.
-
-    Beyond 4 warps the compiler lays out the last dot of a chain unlike the others, and rearranges the sum before it.
-    With that, and no loads in flight, wrong sums were seen (see `packs_densely`). Elsewhere a chain spills less.
-    """
-    if CHAINS:
-        return tl.dot(dz, phi, total)
-    else:
-        return total + sum_parts(tl.dot(dz, phi))
-
-
-@triton.jit
-def _load_phi(tile, first: tl.constexpr, COUNT: tl.constexpr, PIECE: tl.constexpr, here):
-    k = first + tl.arange(0, COUNT)
-    return tl.load(tile + k[:, None] * PIECE + tl.arange(0, PIECE)[None, :], mask=here, other=0.0)
 
 
 @triton.jit
