@@ -229,10 +229,19 @@ def packed_channels(streams: int, channels: int, rows: int) -> int:
     return channels_per_thread(streams_bwd_launch(streams, channels, rows=rows))
 
 
-def parameters_bwd_launch(rows: int, *, wide: bool, norm: bool) -> Launch:
-    """P: accumulators of 64 rows by BLOCK_C columns per block of rows, so the more rows, the fewer columns."""
-    step = 256 if wide and not norm else 128
-    return Launch(block_t=32, block_c=max(32, step // power_of_2(max(row_blocks(rows), 1))), num_warps=4, num_stages=3)
+def streams_collapsed_together(streams: int, rows: int) -> int:
+    """Streams per program of P beside a norm: all of them, whose collapse takes one load of dx_in, while registers hold
+    the accumulators of all.
+    """
+    return streams if streams * row_blocks(rows) <= 8 else 1
+
+
+def parameters_bwd_launch(rows: int, streams: int, *, wide: bool) -> Launch:
+    """P: accumulators of 64 rows by BLOCK_C columns for each stream of a program and each block of rows: the more, the
+    fewer columns.
+    """
+    columns = (256 if wide else 128) // power_of_2(streams * max(row_blocks(rows), 1))
+    return Launch(block_t=32, block_c=max(32, columns), num_warps=4, num_stages=3)
 
 
 def token_chunks(tokens: int, rows: int) -> int:

@@ -29,6 +29,7 @@ from ._launch import (
     parameters_bwd_launch,
     power_of_2,
     row_blocks,
+    streams_collapsed_together,
     token_chunks,
     tokens_of,
 )
@@ -58,6 +59,7 @@ def chunk_sums_kernel(
     C: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
+    STREAMS: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -65,15 +67,15 @@ def chunk_sums_kernel(
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sums over a chunk of tokens for a tile of channels of one stream: V, and the stream's share of dn."""
+    """Sums over a chunk of tokens for a tile of channels: V of STREAMS streams, and their share of dn."""
     TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     IN_PARTS: tl.constexpr = y.dtype.element_ty == tl.bfloat16
-    stream = tl.program_id(0) // TILES
+    stream = tl.program_id(0) // TILES * STREAMS
     c = tl.program_id(0) % TILES * BLOCK_C + tl.arange(0, BLOCK_C)
     here = channels_exist(c, C, BLOCK_C)
     chunk = tl.program_id(1).to(tl.int64)
     V = ()
-    for _ in tl.static_range(ROW_BLOCKS):
+    for _ in tl.static_range(STREAMS * ROW_BLOCKS):
         V = V + (tl.zeros((2 * ROWS if IN_PARTS else ROWS, BLOCK_C), tl.float32),)
     if norm_sums is not None:
         norm_sum = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
@@ -82,44 +84,70 @@ def chunk_sums_kernel(
         t = start + tl.arange(0, BLOCK_T)
         live = t < T
         tile = live[:, None] & here[None, :]
-        y_tile = tl.load(y + t[:, None] * (N * C) + stream * C + c[None, :], mask=tile, other=0.0)
+        at = t[:, None] * (N * C) + stream * C + c[None, :]
+        tiles = ()
+        for i in tl.static_range(STREAMS):
+            tiles = tiles + (tl.load(y + at + i * C, mask=tile, other=0.0),)
         if phi_sums is not None:
-            V = _add_products(V, dz_parts, y_tile, t, live, P, ROWS, PRECISION)
+            V = _add_products(V, dz_parts, tiles, t, live, P, ROWS, ROW_BLOCKS, PRECISION)
         if norm_sums is not None:
-            weight = load_float(read_weights, t * N + stream, live)[:, None]
-            e = load_float(dx_in, t[:, None] * C + c[None, :], tile)
-            norm_sum += e * weight * y_tile.to(tl.float32)
-    for block in tl.static_range(ROW_BLOCKS):
-        rows = block * ROWS + tl.arange(0, ROWS)
-        total = sum_parts(V[block]) if IN_PARTS else V[block]
-        k = (chunk * P + rows[:, None]) * (N * C) + stream * C + c[None, :]
-        store_as(phi_sums, k, total, (rows < P)[:, None] & here[None, :])
+            collapsed = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+            for i in tl.static_range(STREAMS):
+                weight = load_float(read_weights, t * N + stream + i, live)[:, None]
+                collapsed += weight * tiles[i].to(tl.float32)
+            norm_sum += load_float(dx_in, t[:, None] * C + c[None, :], tile) * collapsed
+    for i in tl.static_range(STREAMS):
+        for block in tl.static_range(ROW_BLOCKS):
+            rows = block * ROWS + tl.arange(0, ROWS)
+            total = V[i * ROW_BLOCKS + block]
+            total = sum_parts(total) if IN_PARTS else total
+            k = (chunk * P + rows[:, None]) * (N * C) + (stream + i) * C + c[None, :]
+            store_as(phi_sums, k, total, (rows < P)[:, None] & here[None, :])
     if norm_sums is not None:
-        store_as(norm_sums, (chunk * N + stream) * C + c, tl.sum(norm_sum, 0), here)
+        slot = chunk * (N // STREAMS) + stream // STREAMS
+        store_as(norm_sums, slot * C + c, tl.sum(norm_sum, 0), here)
 
 
 @triton.jit
-def _add_products(V, dz_parts, y_tile, t, live, P: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr):
-    """V + dz^T y for each block of rows; the parts of dz are added up beside anything but bfloat16."""
-    stride = 2 * ROWS * len(V)
-    sums = ()
-    for block in tl.static_range(len(V)):
-        if y_tile.dtype == tl.bfloat16:
+def _add_products(
+    V, dz_parts, tiles, t, live, P: tl.constexpr, ROWS: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """V + dz^T y for each of the tiles of y and each block of rows, of which ROW_BLOCKS are one tile's.
+
+    The parts of dz are added up beside anything but bfloat16.
+    """
+    stride = 2 * ROWS * ROW_BLOCKS
+    IN_PARTS: tl.constexpr = tiles[0].dtype == tl.bfloat16
+    dz = ()
+    for block in tl.static_range(ROW_BLOCKS):
+        if IN_PARTS:
             r = tl.arange(0, 2 * ROWS)
             p = block * ROWS + r // 16 * 8 + r % 8
             offsets = t[:, None] * stride + block * 2 * ROWS + r[None, :]
-            parts = tl.load(dz_parts + offsets, mask=live[:, None] & (p < P)[None, :], other=0.0)
-            sums = sums + (tl.dot(tl.trans(parts), y_tile, V[block]),)
+            dz = dz + (tl.load(dz_parts + offsets, mask=live[:, None] & (p < P)[None, :], other=0.0),)
         else:
             p = block * ROWS + tl.arange(0, ROWS)
             mask = live[:, None] & (p < P)[None, :]
-            dz = load_float(dz_parts, t[:, None] * stride + part_column(p, 0)[None, :], mask)
-            dz += load_float(dz_parts, t[:, None] * stride + part_column(p, 1)[None, :], mask)
-            sums = sums + (tl.dot(tl.trans(dz), y_tile.to(tl.float32), V[block], input_precision=PRECISION),)
+            high = load_float(dz_parts, t[:, None] * stride + part_column(p, 0)[None, :], mask)
+            low = load_float(dz_parts, t[:, None] * stride + part_column(p, 1)[None, :], mask)
+            dz = dz + (high + low,)
+    sums = ()
+    for i in tl.static_range(len(tiles)):
+        for block in tl.static_range(ROW_BLOCKS):
+            total = V[i * ROW_BLOCKS + block]
+            if IN_PARTS:
+                total = tl.dot(tl.trans(dz[block]), tiles[i], total)
+            else:
+                total = tl.dot(tl.trans(dz[block]), tiles[i].to(tl.float32), total, input_precision=PRECISION)
+            sums = sums + (total,)
     return sums
 
 
-@triton.jit(do_not_specialize=["T", "chunks", "df_count", "pre_count", "more_count", "phi_columns", "column_programs"])
+COUNTS = ["chunks", "df_count", "pre_count", "more_count", "norm_count", "phi_columns", "column_programs"]
+
+
+@triton.jit(do_not_specialize=["T", *COUNTS])
 def finish_kernel(
     phi_sums,
     phi,
@@ -142,6 +170,7 @@ def finish_kernel(
     df_count,
     pre_count,
     more_count,
+    norm_count,
     phi_columns,
     column_programs,
     C: tl.constexpr,
@@ -164,7 +193,7 @@ def finish_kernel(
     if norm_sums is not None:
         if at < C:
             c = at + tl.arange(0, BLOCK_K)
-            total = _sum_rows(norm_sums, chunks * (K // C), c, C, c < C)
+            total = _sum_rows(norm_sums, norm_count, c, C, c < C)
             store_as(dout_norm_weight, c, total, c < C)
     if df_sums is not None:
         if at < C:
@@ -263,7 +292,7 @@ def _sum_rows(sums, count, columns, width, here):
 
 
 class PhiSums(NamedTuple):
-    """Slots of V [chunks, P, N*C] and of dn [chunks, N, C]; or dphi itself: one chunk, no w and nothing to round."""
+    """Slots of V [chunks, P, N*C] and of dn [slots, C]; or dphi itself: one chunk, no w and nothing to round."""
 
     phi: Tensor | None = None
     norm: Tensor | None = None
@@ -282,18 +311,19 @@ def chunk_sums(
     T, N, C = tokens_of(y)
     rows = 0 if dz_parts is None else phi.shape[0]
     chunks = token_chunks(T, rows)
-    launch = parameters_bwd_launch(rows, wide=loads_are_wide(y), norm=norm is not None)
+    streams = 1 if norm is None else streams_collapsed_together(N, rows)
+    launch = parameters_bwd_launch(rows, streams, wide=loads_are_wide(y))
     slots = dphi = None
     if rows and chunks == 1 and norm_weight is None and phi.dtype == FLOAT:
         dphi = empty(phi, *phi.shape)
     elif rows:
         slots = empty(y, chunks, rows, N * C, dtype=FLOAT)
-    norm_slots = None if norm is None else empty(y, chunks, N, C, dtype=FLOAT)
+    norm_slots = None if norm is None else empty(y, chunks * (N // streams), C, dtype=FLOAT)
     chunk_tokens = cdiv(cdiv(T, chunks), launch.block_t) * launch.block_t
     run(
-        chunk_sums_kernel, (N * cdiv(C, launch.block_c), chunks),
+        chunk_sums_kernel, (N // streams * cdiv(C, launch.block_c), chunks),
         y, dz_parts, *(norm or (None, None)), slots if dphi is None else dphi, norm_slots, T, chunk_tokens, C, rows,
-        N=N, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION, **launch.meta(),
+        N=N, STREAMS=streams, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION, **launch.meta(),
     )  # fmt: skip
     return PhiSums(slots, norm_slots, dphi)
 
@@ -337,19 +367,17 @@ def finish(
         None if df_sums is None else empty(f_bias, channels),
     )
     rows = 0 if phi is None else phi.shape[0]
-    slots = sums.phi if adds_up_phi else sums.norm
     pre, more = logit_sums or (None, None)
     slices, tokens = (0, 0) if write_sums is None else write_sums.shape[:2]
     phi_columns = K if adds_up_phi else 0
-    column_programs = cdiv(phi_columns or (channels if slots is not None or df_sums is not None else 0), FINISH_COLUMNS)
+    column_programs = cdiv(phi_columns or (0 if sums.norm is None and df_sums is None else channels), FINISH_COLUMNS)
     write_programs = cdiv(tokens, FINISH_TOKENS)
     run(
         finish_kernel, (column_programs + write_programs + (LOGIT_PARTS if logit_sums else 0),),
         sums.phi if adds_up_phi else sums.dphi, phi, norm_weight, done.phi, done.norm_weight,
         sums.norm, done.out_norm_weight, df_sums, done.f_bias, pre, more, done.scale, done.bias, write_sums,
         *((None, None) if write_sums is None else (written.dpost, written.dres)), tokens,
-        0 if slots is None else slots.shape[0], 0 if df_sums is None else df_sums.shape[0],
-        0 if pre is None else pre.shape[0], 0 if more is None else more.shape[0],
+        *(0 if slots is None else slots.shape[0] for slots in (sums.phi, df_sums, pre, more, sums.norm)),
         phi_columns, column_programs,
         C=channels, K=K, P=rows, MATH=math, PADDED_ROWS=power_of_2(max(rows, 1)), SLICES=slices,
         BLOCK_K=FINISH_COLUMNS, BLOCK_T=FINISH_TOKENS, num_warps=4,

@@ -1,7 +1,7 @@
 """J: the gradient of the streams from all of their uses, and through the write-back, in one pass.
 
     G[t,o,c] = g[t,o,c] + w[t,o] d[t,c] + sum_p dz[t,p] phi[p,oC+c] + k[t] y[t,o,c]
-    d = e,  or with a norm weight n:  d = n e - b sum_i w_i y_i
+    d = e,  or with a norm weight n:  d = n e - b sum_i w_i y_i              (here of y unrounded, from x and f)
     without a write-back:  dx = G
     with one:  dx[t,i,c] = sum_o H[t,o,i] G[t,o,c]     df[t,c] = sum_o post[t,o] G[t,o,c]
                dH[t,o,i] = sum_c G[t,o,c] x[t,i,c]     dpost[t,o] = sum_c G[t,o,c] (f[t,c] + b[c])
@@ -30,7 +30,6 @@ from ._device import (
     load_float,
     load_per_token,
     pieces,
-    rounded_product,
     store_as,
     tokens_of_program,
     write_stream,
@@ -95,8 +94,6 @@ def streams_bwd_kernel(
     STAGES: tl.constexpr,
 ):
     t, live = tokens_of_program(T, BLOCK_T)
-    # With a norm, d takes all of y: it is added once they have been made, to what is linear in G.
-    LATE: tl.constexpr = norm_weight is not None and f is not None
     if dx_in is not None:
         weights = load_per_token(read_weights, t, live, N)
         if norm_weight is not None:
@@ -111,11 +108,12 @@ def streams_bwd_kernel(
         res_columns = () if res is None else load_per_token(res, t, live, N * N)
         PER_STREAM: tl.constexpr = 1 if res is None else N + 1
         sums = ()
-        for _ in tl.static_range((N + 1 if LATE else N) * PER_STREAM):
+        for _ in tl.static_range(N * PER_STREAM):
             sums = sums + (folded_zeros(BLOCK_T, PIECE, FOLD),)
-        if LATE:
-            late_weights = _mixed_back(weights, res_columns, N)
-            late_post = collapse(weights, post_columns, N)
+        if norm_weight is not None:
+            # What x_in was collapsed with, in terms of x and f: d is known before any of y is made.
+            f_weight = collapse(weights, post_columns, N)
+            x_weights = _mixed_back(weights, res_columns, N)
     begin = tl.program_id(1) * WIDTH if WIDTH < C else 0
     end = begin + WIDTH if C % WIDTH == 0 else tl.minimum(begin + WIDTH, C)
     for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
@@ -147,31 +145,29 @@ def streams_bwd_kernel(
                 f_piece = f_pieces[piece].to(tl.float32)
             if dx_in is not None:
                 d = d_pieces[piece].to(tl.float32)
-                if norm_weight is not None and not LATE:
-                    d -= share * collapse(weights, streams, N)
-            if LATE:
-                collapsed = tl.zeros((BLOCK_T, PIECE), tl.float32)
+                if norm_weight is not None:
+                    if f is None:
+                        d -= share * collapse(weights, streams, N)
+                    else:
+                        d -= share * (collapse(x_weights, streams, N) + f_weight * f_piece)
             if f is not None:
                 df_tile = tl.zeros((BLOCK_T, PIECE), tl.float32)
             next_sums = ()
             dx_tiles = ()
             for o in tl.static_range(N):
-                if phi_parts is not None or LATE:
+                if phi_parts is not None:
                     y = streams[o]
                     if f is not None:
                         # As forward stored it, up to how the compiler fuses products and sums.
                         y = write_stream(o, streams, f_piece, post_columns, res_columns, N)
                         y = y.to(x.dtype.element_ty).to(tl.float32)
-                if LATE:
-                    collapsed += weights[o] * y
-                if phi_parts is not None:
                     G = dot_phi(dz_blocks, phi_parts, o, start + piece * PIECE, C, PACKED, CHAINS, PIECE, FOLD)
                     G += k * y
                 else:
                     G = tl.zeros((BLOCK_T, PIECE), tl.float32)
                 if g is not None:
                     G += g_pieces[o][piece].to(tl.float32)
-                if dx_in is not None and not LATE:
+                if dx_in is not None:
                     G += weights[o] * d
                 if f is None:
                     store_as(dx, at + o * C, G, tile)
@@ -179,11 +175,6 @@ def streams_bwd_kernel(
                     df_tile += post_columns[o] * G
                     next_sums = _add_products(next_sums, sums, G, f_piece, streams, res is not None, FOLD, IN_THREAD)
                     dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
-            if LATE:
-                d = _beside(d - share * collapsed, G)
-                df_tile += late_post * d
-                next_sums = _add_products(next_sums, sums, d, f_piece, streams, res is not None, FOLD, IN_THREAD)
-                dx_tiles = _add_each(dx_tiles, late_weights, d, N)
             if f is not None:
                 sums = next_sums
                 store_as(df, t[:, None] * C + c[None, :], df_tile, tile)
@@ -196,10 +187,7 @@ def streams_bwd_kernel(
         slot = (tl.program_id(1).to(tl.int64) * T + t) * (N * PER_STREAM)
         for o in tl.static_range(N):
             for part in tl.static_range(PER_STREAM):
-                total = sums[o * PER_STREAM + part]
-                if LATE:
-                    total += rounded_product(weights[o], sums[N * PER_STREAM + part])
-                total = tl.sum(total, 1)
+                total = tl.sum(sums[o * PER_STREAM + part], 1)
                 if write_sums is not None:
                     store_as(write_sums, slot + (o if part == 0 else N + o * N + part - 1), total, live)
                 elif part == 0:
@@ -226,12 +214,6 @@ def _as_float(streams, piece: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _beside(value, G):
-    """value, laid out over threads as G is: left alone, the compiler would hold it and what it meets in another way."""
-    return value + tl.minimum(tl.abs(G), 0.0)
-
-
-@triton.jit
 def _add_products(next_sums, sums, G, f, streams, MIXES: tl.constexpr, FOLD: tl.constexpr, IN_THREAD: tl.constexpr):
     """next_sums, and the next of sums with the products of G with f and with each stream."""
     next_sums = next_sums + (sums[len(next_sums)] + fold(G, f, FOLD, IN_THREAD),)
@@ -251,15 +233,6 @@ def _add_mixed(tiles, G, res, o: tl.constexpr, N: tl.constexpr):
         for i in tl.static_range(N):
             added = added + (res[o * N + i] * G if o == 0 else tiles[i] + res[o * N + i] * G,)
         return added
-
-
-@triton.jit
-def _add_each(tiles, weights, d, N: tl.constexpr):
-    """tiles_i + weights_i d"""
-    added = ()
-    for i in tl.static_range(N):
-        added = added + (tiles[i] + weights[i] * d,)
-    return added
 
 
 @triton.jit
