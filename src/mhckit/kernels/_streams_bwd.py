@@ -131,8 +131,6 @@ def streams_bwd_kernel(
             f_pieces = pieces(f_tile, PIECE)
         if dx_in is not None:
             d_tile = tl.load(dx_in + narrow_at, mask=loaded, other=0.0)
-            if norm_weight is not None:
-                d_tile = d_tile.to(tl.float32) * load_float(norm_weight, c_tile, exists)[None, :]
             d_pieces = pieces(d_tile, PIECE)
         for piece in tl.static_range(BLOCK_C // PIECE):
             c = start + piece * PIECE + tl.arange(0, PIECE)
@@ -146,6 +144,7 @@ def streams_bwd_kernel(
             if dx_in is not None:
                 d = d_pieces[piece].to(tl.float32)
                 if norm_weight is not None:
+                    d *= load_float(norm_weight, c, here)[None, :]
                     if f is None:
                         d -= share * collapse(weights, streams, N)
                     else:
