@@ -84,10 +84,9 @@ def chunk_sums_kernel(
         t = start + tl.arange(0, BLOCK_T)
         live = t < T
         tile = live[:, None] & here[None, :]
-        at = t[:, None] * (N * C) + stream * C + c[None, :]
         tiles = ()
         for i in tl.static_range(STREAMS):
-            tiles = tiles + (tl.load(y + at + i * C, mask=tile, other=0.0),)
+            tiles = tiles + (tl.load(y + t[:, None] * (N * C) + (stream + i) * C + c[None, :], mask=tile, other=0.0),)
         if phi_sums is not None:
             V = _add_products(V, dz_parts, tiles, t, live, P, ROWS, ROW_BLOCKS, PRECISION)
         if norm_sums is not None:
