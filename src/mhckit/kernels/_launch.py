@@ -173,9 +173,9 @@ def write_project_launch(
     return Launch(block_t=16, block_c=32, num_warps=4, num_stages=1)
 
 
-def read_launch(streams: int, channels: int) -> Launch:
+def read_launch(streams: int, channels: int, *, aligned: bool = True) -> Launch:
     """F2: a token, or a few where C is small; a row of channels in few steps."""
-    block_c = _channel_step(channels, 1024 if streams <= 4 else 512)
+    block_c = _channel_step(channels, 1024 if streams <= 4 and aligned else 512)
     return Launch(block_t=max(1, 512 // block_c), block_c=block_c, num_warps=4)
 
 

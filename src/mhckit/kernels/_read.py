@@ -36,7 +36,7 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import cdiv, read_launch, residual_launch
+from ._launch import cdiv, read_launch, residual_launch, rows_are_aligned
 from ._launcher import run
 from ._math import Math
 from ._residual import residual_map
@@ -252,7 +252,7 @@ def read(
     """Fill the given results. weights: a tensor [T, N], or what WEIGHTS may be; width: what divides the squares."""
     alone = isinstance(weights, str) and weights == "none"
     residual = residual_launch(math.streams)
-    launch = residual if alone else read_launch(math.streams, channels)
+    launch = residual if alone else read_launch(math.streams, channels, aligned=y is None or rows_are_aligned(y))
     separate = not alone and math.rows > math.streams
     residual_programs = cdiv(tokens, residual.block_t) if separate else 0
     given = isinstance(weights, Tensor)
