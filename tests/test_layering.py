@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"recipe"},
     "kernels": {"ops", "recipe"},
     "modules": {"ops", "recipe"},
+    "integrations": {"modules", "ops", "recipe"},
     "testing": {"", "recipe"},
     "bench": {"", "kernels", "recipe", "testing"},
     "cli": {"bench"},
@@ -30,6 +31,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "ops": {"torch"},
     "kernels": {"torch", "triton"},
     "modules": {"torch"},
+    "integrations": {"torch", "transformers"},
     "testing": {"torch"},
     # Peers are optional: bench times those that happen to be installed.
     "bench": {"liger_kernel", "matplotlib", "rich", "tile_kernels", "torch", "triton"},

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from mhckit.ops import enter, junction
 from mhckit.ops._backend import Backend
 from mhckit.ops._check import check_eps
 from mhckit.recipe import Recipe
 
 from . import _init
 from ._base import HyperModule, parameter, set_values
-from .streams import Streams, as_streams
+from .streams import Streams, as_streams, read_streams
 
 
 class HyperConnection(HyperModule):
@@ -80,24 +77,18 @@ class HyperConnection(HyperModule):
 
     def forward(self, streams: Streams | Tensor) -> tuple[Tensor, Streams]:
         """What the sublayer reads, [..., C], and the streams to ``write`` its output to."""
-        streams = as_streams(streams)
-        parameters = (self.phi, self.scale, self.bias)
-        options: dict[str, Any] = dict(
-            recipe=self.recipe,
-            norm_weight=self.norm_weight,
-            out_norm_weight=self.out_norm_weight,
-            out_norm_eps=self.out_norm_eps,
-            out_dtype=self.out_dtype,
-        )
         with self.use_own_backend():
-            if streams.mix is None:
-                x, h, mix = enter(streams.x, *parameters, **options)
-            elif streams.f is None:
-                raise ValueError("these streams were read and nothing was written: call streams.write(f) between reads")
-            else:
-                options["f_bias"] = streams.f_bias
-                x, h, mix = junction(streams.x, streams.f, streams.mix, *parameters, **options)
-        return h, Streams(x, mix)
+            return read_streams(
+                as_streams(streams),
+                self.phi,
+                self.scale,
+                self.bias,
+                recipe=self.recipe,
+                norm_weight=self.norm_weight,
+                out_norm_weight=self.out_norm_weight,
+                out_norm_eps=self.out_norm_eps,
+                out_dtype=self.out_dtype,
+            )
 
     def extra_repr(self) -> str:
         norm = "" if self.out_norm_weight is None else f", out_norm_eps={self.out_norm_eps}"

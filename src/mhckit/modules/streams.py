@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
-from mhckit.ops import Mix, expand, post
+from mhckit.ops import Mix, enter, expand, junction, post
 from mhckit.ops._check import check_optional, check_shape
 
 
@@ -69,6 +69,19 @@ class Streams:
         if self.f is None:
             raise ValueError("these streams were read and nothing was written: use what streams.write(f) returned")
         return post(self.x, self.f, self.mix.post, self.mix.res, f_bias=self.f_bias)
+
+
+def read_streams(streams: Streams, *parameters: Any, **options: Any) -> tuple[Tensor, Streams]:
+    """What a sublayer reads, [..., C], and the streams to write its output to: `enter`, or, where an output waits,
+    `junction`. parameters and options are theirs.
+    """
+    if streams.mix is None:
+        x, h, mix = enter(streams.x, *parameters, **options)
+    elif streams.f is None:
+        raise ValueError("these streams were read and nothing was written: call streams.write(f) between reads")
+    else:
+        x, h, mix = junction(streams.x, streams.f, streams.mix, *parameters, f_bias=streams.f_bias, **options)
+    return h, Streams(x, mix)
 
 
 def as_streams(streams: Streams | Tensor) -> Streams:

@@ -1,0 +1,1 @@
+"""mhckit inside other libraries. Each needs that library; importing mhckit imports none of them."""
