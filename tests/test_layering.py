@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"ops", "recipe"},
     "modules": {"ops", "recipe"},
     "integrations": {"modules", "ops", "recipe"},
+    "compat": {"", "modules", "ops", "recipe"},
     "testing": {"", "recipe"},
     "bench": {"", "kernels", "recipe", "testing"},
     "cli": {"bench"},
@@ -32,6 +33,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "kernels": {"torch", "triton"},
     "modules": {"torch"},
     "integrations": {"torch", "transformers"},
+    "compat": {"torch"},
     "testing": {"torch"},
     # Peers are optional: bench times those that happen to be installed.
     "bench": {"liger_kernel", "matplotlib", "rich", "tile_kernels", "torch", "triton"},

@@ -128,14 +128,10 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled(family: str) -> None:
-    model, ids = tiny(family, num_hidden_layers=1, **_one_layer(family)), token_ids()
+    model, ids = tiny(family, num_hidden_layers=1), token_ids()
     plain = logits_and_gradients(model, ids)
     compiled = torch.compile(apply(model), backend="aot_eager", fullgraph=bool(model._can_compile_fullgraph))
     _assert_same(logits_and_gradients(_Named(compiled, model), ids), plain)
-
-
-def _one_layer(family: str) -> dict[str, Any]:
-    return dict(layer_types=["linear_attention"]) if family == "glm5_next" else {}
 
 
 class _Named:

@@ -43,7 +43,7 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         hc_sinkhorn_iters=7,
     ),
     "glm5_next": dict(
-        num_hidden_layers=3,
+        num_hidden_layers=4,  # the last is the first with full attention, and with experts
         intermediate_size=24,
         num_key_value_heads=4,
         kv_lora_rank=16,
@@ -52,7 +52,6 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
         index_kpool=2,
         linear_head_dim=8,
         linear_num_heads=4,
-        layer_types=["linear_attention", "indexed_attention", "linear_attention"],
     ),
     "hy_v4": dict(
         num_hidden_layers=3,

@@ -1,0 +1,18 @@
+"""The examples run. (`make demo` runs the other one.)"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_finetune_deepseek_v4(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "finetune_deepseek_v4.py"
+    options = ["--text", str(ROOT / "README.md"), "--steps", "3", "--output", str(tmp_path)]
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "loss " in done.stdout
+    assert (tmp_path / "model.safetensors").exists()
