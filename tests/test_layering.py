@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"modules", "ops", "recipe"},
     "compat": {"", "modules", "ops", "recipe"},
     "testing": {"", "recipe"},
-    "bench": {"", "kernels", "recipe", "testing"},
+    "bench": {"", "integrations", "kernels", "recipe", "testing"},
     "cli": {"bench"},
     "__main__": {"cli"},
     "": {"modules", "ops", "recipe"},
@@ -36,7 +36,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "compat": {"torch"},
     "testing": {"torch"},
     # Peers are optional: bench times those that happen to be installed.
-    "bench": {"liger_kernel", "matplotlib", "rich", "tile_kernels", "torch", "triton"},
+    "bench": {"liger_kernel", "matplotlib", "rich", "tile_kernels", "torch", "transformers", "triton"},
     "cli": {"rich", "torch", "typer"},
     "__main__": set(),
     "": set(),

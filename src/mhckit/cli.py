@@ -1,6 +1,7 @@
 """The command line: parse, delegate, print.
 
 mhckit bench                          measure everything; --quick, --only and --claims measure something else
+mhckit bench model                    a whole model of transformers, with and without mhckit
 mhckit bench plot RESULTS             pictures from measurements
 mhckit bench readme                   the README's table from measurements
 """
@@ -29,6 +30,11 @@ def _commands() -> None:
     """Keeps `bench` a command of its own, however many there are."""
 
 
+def _need_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise SystemExit("mhckit bench needs a CUDA GPU, and torch.cuda.is_available() is False")
+
+
 @bench.callback(invoke_without_command=True)
 def run(
     context: typer.Context,
@@ -41,8 +47,7 @@ def run(
     """Time kernels, the sublayer, and others beside the copy ceiling of the same run. Needs a CUDA GPU."""
     if context.invoked_subcommand is not None:
         return
-    if not torch.cuda.is_available():
-        raise SystemExit("mhckit bench needs a CUDA GPU, and torch.cuda.is_available() is False")
+    _need_a_gpu()
     if claims:
         from mhckit.bench.claims import run_claims
 
@@ -52,6 +57,25 @@ def run(
 
     console = Console(width=_WIDTH_OF_TABLES)
     lines = run_benchmark(only=only, quick=quick, output=output, commit=commit, console=console)
+    if any(line["kind"] == "refused" for line in lines):
+        raise SystemExit(1)
+
+
+@bench.command()
+def model(
+    hidden: Annotated[int, typer.Option(help="Width of the model, a multiple of 128.", min=128)] = 2048,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    batch: Annotated[int, typer.Option(min=1)] = 2,
+    tokens: Annotated[int, typer.Option(help="Tokens per sequence.", min=1)] = 2048,
+    output: Annotated[Path | None, typer.Option(help="Append JSON lines here.")] = None,
+    commit: Annotated[str, typer.Option(help="The commit that is measured.")] = "unknown",
+) -> None:
+    """Time a random DeepSeek-V4 of transformers, with its own connections and with mhckit's. Needs a CUDA GPU."""
+    _need_a_gpu()
+    from mhckit.bench.whole_model import run_whole_model
+
+    console = Console(width=_WIDTH_OF_TABLES)
+    lines = run_whole_model(hidden, layers, batch, tokens, output, commit, console)
     if any(line["kind"] == "refused" for line in lines):
         raise SystemExit(1)
 
