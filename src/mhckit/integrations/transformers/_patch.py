@@ -15,7 +15,7 @@ from ._shared import Layer, Replacement
 Model = TypeVar("Model", bound=nn.Module)
 
 _FAMILIES = {"deepseek_v4": "_deepseek_v4", "glm5_next_text": "_glm5_next", "hy_v4": "_hy_v4"}
-_OTHER_KINDS = {"qwen4_exp": "gates streams per channel, with no residual map and no write weights"}
+_OTHER_KINDS = {"qwen4_exp": "reads every channel of its streams through a gate of its own"}
 
 
 class Family(NamedTuple):
