@@ -20,9 +20,6 @@ What differs on purpose:
   ``mhckit.backend("reference")``. CPU tensors work. Liger's warning above 16 is not given.
 - Bad arguments raise ValueError or TypeError, not AssertionError; rms_eps must be positive.
 - ``liger_mhc_apply`` computes x_in only where it is returned.
-
-``LigerMHC`` compiles as one graph. So do the functions once they were called, outside of compilation, with the same N
-and settings; before that they break the graph.
 """
 
 from __future__ import annotations
@@ -36,6 +33,8 @@ from torch import Tensor, nn
 from mhckit.ops import coefficients, enter, post, pre
 from mhckit.ops._check import check_shape, check_streams, check_tensor
 from mhckit.recipe import Recipe
+
+from ._recipes import recipe_of, softmax_start
 
 __all__ = [
     "LigerMHC",
@@ -205,39 +204,21 @@ class LigerMHC(nn.Module):
 
 _Settings = tuple[int, float, float, float, float]  # tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult
 
-# Recipes by N and settings. A plain dict: torch.compile can look into one, but neither into lru_cache nor into the
-# making of a dataclass.
-_recipes: dict[tuple[Any, ...], Recipe] = {}
+_NAMES = "tmax is iterations, rms_eps is norm_eps, sinkhorn_eps is eps and post_mult is post_scale"
 
 
 def _recipe(streams: int, settings: _Settings) -> Recipe:
-    tmax, *numbers = settings
-    key = (streams, int(tmax), *map(float, numbers))
-    recipe = _recipes.get(key)
-    if recipe is None:
-        recipe = _recipes[key] = _make_recipe(*key)
-    return recipe
-
-
-def _make_recipe(
-    streams: int, tmax: int, rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_mult: float
-) -> Recipe:
-    # A softmax without eps is exp and its first row step.
-    start = {} if sinkhorn_eps else {"init": "exp", "eps_mode": "none"}
-    try:
-        return Recipe.preset(
-            "liger",
-            streams=streams,
-            iterations=tmax,
-            norm_eps=rms_eps,
-            pre_eps=pre_eps,
-            eps=sinkhorn_eps,
-            post_scale=post_mult,
-            **start,
-        )
-    except ValueError as error:
-        names = "tmax is iterations, rms_eps is norm_eps, sinkhorn_eps is eps and post_mult is post_scale"
-        raise ValueError(f"{error} (of a mhckit.Recipe, where {names})") from None
+    tmax, rms_eps, pre_eps, sinkhorn_eps, post_mult = settings
+    return recipe_of(
+        "liger",
+        _NAMES,
+        streams=streams,
+        iterations=int(tmax),
+        norm_eps=float(rms_eps),
+        pre_eps=float(pre_eps),
+        post_scale=float(post_mult),
+        **softmax_start(float(sinkhorn_eps)),
+    )
 
 
 def _translate(

@@ -18,13 +18,9 @@ What differs on purpose:
 - alpha stays on its device: no host synchronisation.
 - Everything runs on the CPU too, with any leading axes. On a GPU, more than 8 streams need
   ``mhckit.backend("reference")``.
-
-MHCLayer compiles with ``fullgraph=True``; the functions make their recipe when they are called, which breaks the graph.
 """
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +28,9 @@ from torch import Tensor, nn
 from mhckit.ops import enter, leave, pre, sinkhorn
 from mhckit.ops._check import check_eps, check_shape, check_tensor
 from mhckit.recipe import Recipe
+
+from ._check import check_count, check_positive_eps
+from ._recipes import recipe_of
 
 __all__ = [
     "MHCLayer",
@@ -75,10 +74,10 @@ class MHCLayer(nn.Module):
         use_dynamic_h: bool = True,
     ) -> None:
         super().__init__()
-        self.hidden_dim = _check_count("hidden_dim", hidden_dim)
-        self.expansion_rate = _check_count("expansion_rate", expansion_rate)
-        self.sinkhorn_iters = _check_count("sinkhorn_iters", sinkhorn_iters)
-        self.eps = _check_positive_eps(eps)
+        self.hidden_dim = check_count("hidden_dim", hidden_dim)
+        self.expansion_rate = check_count("expansion_rate", expansion_rate)
+        self.sinkhorn_iters = check_count("sinkhorn_iters", sinkhorn_iters)
+        self.eps = check_positive_eps(eps)
         self.use_dynamic_h = use_dynamic_h
         self.recipe = _recipe(expansion_rate, sinkhorn_iters, eps, use_dynamic_h)
         n, width = expansion_rate, expansion_rate * hidden_dim
@@ -227,7 +226,7 @@ def sinkhorn_knopp(inp: Tensor, num_iters: int = 20, eps: float = 1e-8) -> Tenso
     check_tensor("inp", inp, "[..., n, n]")
     if inp.ndim < 2 or inp.shape[-1] != inp.shape[-2] or inp.shape[-1] < 1:
         raise ValueError(f"inp must be [..., n, n] with n >= 1, got {tuple(inp.shape)}")
-    _check_count("num_iters", num_iters)
+    check_count("num_iters", num_iters)
     recipe = _recipe(inp.shape[-1], num_iters, max(check_eps("eps", eps), _SMALLEST_SUM), False)
     matrix = sinkhorn((inp.float() + _TINY).log(), recipe=recipe)
     assert matrix is not None
@@ -281,12 +280,8 @@ def _layer(x: Tensor, weight: Tensor, phi: Tensor | None, scale: Tensor | None, 
 
 
 def _recipe(streams: int, iterations: int, eps: float, dynamic: bool) -> Recipe:
-    return _cached_recipe(streams, _check_count("sinkhorn_iters", iterations), _check_positive_eps(eps), dynamic)
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_recipe(streams: int, iterations: int, eps: float, dynamic: bool) -> Recipe:
-    return Recipe.preset("mhc_cu", streams=streams, iterations=iterations, eps=eps, norm_eps=eps, dynamic=dynamic)
+    iterations, eps = check_count("sinkhorn_iters", iterations), check_positive_eps(eps)
+    return recipe_of("mhc_cu", streams=streams, iterations=iterations, eps=eps, norm_eps=eps, dynamic=dynamic)
 
 
 def _flat_logits(logits: dict[str, Tensor], x: Tensor, recipe: Recipe) -> Tensor:
@@ -314,18 +309,3 @@ def _count_streams(x_expanded: Tensor) -> int:
     if x_expanded.ndim < 2 or 0 in x_expanded.shape[-2:]:
         raise ValueError(f"x_expanded must be [B, n, C] with n >= 1 and C >= 1, got {tuple(x_expanded.shape)}")
     return x_expanded.shape[-2]
-
-
-def _check_count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-    return value
-
-
-def _check_positive_eps(eps: float) -> float:
-    eps = check_eps("eps", eps)
-    if not 0 < eps < 1:
-        raise ValueError(f"eps must be above 0 and below 1, got {eps}")
-    return eps

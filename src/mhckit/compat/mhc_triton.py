@@ -20,9 +20,6 @@ What differs on purpose:
 
 |l| has slope +1 at l = 0, as in the original's kernels: the residual matrix starts as the identity, and with slope 0
 its zeros could never learn.
-
-HyperConnection compiles with ``fullgraph=True``; ``sinkhorn_knopp`` and ``fused_dynamic_weights`` make their recipe
-when they are called, which breaks the graph.
 """
 
 from __future__ import annotations
@@ -37,8 +34,11 @@ from torch import Tensor, nn
 
 from mhckit.modules._base import set_values
 from mhckit.ops import Mix, coefficients, enter, leave, post, pre, sinkhorn
-from mhckit.ops._check import check_eps, check_shape, check_tensor
+from mhckit.ops._check import check_shape, check_tensor
 from mhckit.recipe import Recipe
+
+from ._check import check_count, check_positive_eps
+from ._recipes import recipe_of
 
 __all__ = ["HyperConnection", "fused_add_residual", "fused_dynamic_weights", "fused_stream_mix", "sinkhorn_knopp"]
 
@@ -82,13 +82,13 @@ class HyperConnection(nn.Module):
         use_fused_weights: bool = True,
     ) -> None:
         super().__init__()
-        self.dim = _check_count("dim", dim)
-        self.num_streams = n = _check_count("num_streams", num_streams)
-        self.layer_idx = _check_count("layer_idx", layer_idx, least=0)
+        self.dim = check_count("dim", dim)
+        self.num_streams = n = check_count("num_streams", num_streams)
+        self.layer_idx = check_count("layer_idx", layer_idx, least=0)
         self.dynamic = dynamic
-        self.sinkhorn_iters = _check_count("sinkhorn_iters", sinkhorn_iters)
+        self.sinkhorn_iters = check_count("sinkhorn_iters", sinkhorn_iters)
         self.init_scale = float(init_scale)
-        self.eps = _check_positive_eps(eps)
+        self.eps = check_positive_eps(eps)
         self.use_fused_weights = use_fused_weights and dynamic
         if self.use_fused_weights:
             self.recipe = _fused_recipe(n, sinkhorn_iters, self.eps)
@@ -116,7 +116,7 @@ class HyperConnection(nn.Module):
             layer_idx: the one given at construction by default.
         """
         if layer_idx is not None:
-            self.layer_idx = _check_count("layer_idx", layer_idx, least=0)
+            self.layer_idx = check_count("layer_idx", layer_idx, least=0)
         identity = torch.eye(self.num_streams)
         set_values(self.H_post_base, torch.ones(self.num_streams))
         set_values(self.H_pre_base, identity[self.layer_idx % self.num_streams])
@@ -193,7 +193,7 @@ def fused_dynamic_weights(
     check_shape("bias", bias, "[n*n + 2n]", (phi.shape[-1],), like=x)
     alphas = {"alpha_pre": alpha_pre, "alpha_post": alpha_post, "alpha_res": alpha_res}
     scale = torch.stack([_scalar(name, alpha, x) for name, alpha in alphas.items()])
-    recipe = _fused_recipe(n, _check_count("sinkhorn_iters", sinkhorn_iters), _check_positive_eps(eps))
+    recipe = _fused_recipe(n, check_count("sinkhorn_iters", sinkhorn_iters), check_positive_eps(eps))
     streams = x.float().unflatten(-1, (n, width // n))
     mix = coefficients(streams, phi.mT, scale, _off_zero(bias, recipe), recipe=recipe)
     assert mix.res is not None
@@ -211,8 +211,8 @@ def sinkhorn_knopp(M: Tensor, num_iters: int = 20, eps: float = 1e-8) -> Tensor:
     check_tensor("M", M, "[..., n, n]")
     if M.ndim < 2 or M.shape[-1] != M.shape[-2] or M.shape[-1] < 1:
         raise ValueError(f"M must be [..., n, n] with n >= 1, got {tuple(M.shape)}")
-    eps = _check_positive_eps(eps)
-    recipe = _recipe(M.shape[-1], _check_count("num_iters", num_iters), eps, eps, False, 1.0)
+    eps = check_positive_eps(eps)
+    recipe = _recipe(M.shape[-1], check_count("num_iters", num_iters), eps, eps, False, 1.0)
     matrix = sinkhorn(M.float() + _TINY, recipe=recipe)
     assert matrix is not None
     return matrix.to(M.dtype)
@@ -261,7 +261,8 @@ def _fused_recipe(streams: int, iterations: int, eps: float) -> Recipe:
 
 def _recipe(streams: int, iterations: int, eps: float, norm_eps: float, dynamic: bool, post_scale: float) -> Recipe:
     """eps is that of Sinkhorn and of H_pre's sum."""
-    return _cached_recipe(
+    return recipe_of(
+        "mhc_triton",
         streams=streams,
         iterations=iterations,
         eps=eps,
@@ -270,11 +271,6 @@ def _recipe(streams: int, iterations: int, eps: float, norm_eps: float, dynamic:
         dynamic=dynamic,
         post_scale=post_scale,
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_recipe(**fields: Any) -> Recipe:
-    return Recipe.preset("mhc_triton", **fields)
 
 
 def _off_zero(bias: Tensor, recipe: Recipe) -> Tensor:
@@ -321,18 +317,3 @@ def _check_streams(name: str, H: Tensor) -> None:
 def _check_output(branch_output: Tensor, streams: Tensor) -> None:
     shape = (*streams.shape[:-2], streams.shape[-1])
     check_shape("branch_output", branch_output, "[batch, seq, C]", shape, like=streams)
-
-
-def _check_count(name: str, value: int, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
-    return value
-
-
-def _check_positive_eps(eps: float) -> float:
-    eps = check_eps("eps", eps)
-    if not 0 < eps < 1:
-        raise ValueError(f"eps must be above 0 and below 1, got {eps}")
-    return eps

@@ -26,19 +26,17 @@ What differs on purpose:
 - ``norm_weight`` counts with and without gradients.
 - comb_mix is a transposed view: TileKernels' shape and values, other strides. ``mhc_post`` takes any strides.
 - Bad arguments raise ValueError or TypeError, not AssertionError; norm_eps must be positive.
-
-A compiled graph breaks at the first call with an N and settings that were not used before, outside of compilation.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 
 from mhckit.ops import enter, expand, head, post
 from mhckit.ops._check import check_optional, check_shape, check_tensor
 from mhckit.recipe import Recipe
+
+from ._recipes import recipe_of, softmax_start
 
 __all__ = ["expand_from_embedding", "mhc_head", "mhc_post", "mhc_pre"]
 
@@ -168,9 +166,7 @@ def mhc_head(
     return head(residual, recipe=recipe, fn=fn, scale=scale.reshape(1), base=base)
 
 
-# Recipes by their settings. A plain dict: torch.compile can look into one, but neither into lru_cache nor into the
-# making of a dataclass.
-_recipes: dict[tuple[Any, ...], Recipe] = {}
+_NAMES = "sinkhorn_repeat is iterations, sinkhorn_eps is eps and post_mult_value is post_scale"
 
 
 def _recipe(
@@ -181,32 +177,16 @@ def _recipe(
     sinkhorn_eps: float = 1e-6,
     sinkhorn_repeat: int = 10,
 ) -> Recipe:
-    settings = (mhc_mult, norm_eps, pre_eps, post_mult_value, sinkhorn_eps, sinkhorn_repeat)
-    recipe = _recipes.get(settings)
-    if recipe is None:
-        recipe = _recipes[settings] = _make_recipe(*settings)
-    return recipe
-
-
-def _make_recipe(
-    mhc_mult: int, norm_eps: float, pre_eps: float, post_mult_value: float, sinkhorn_eps: float, sinkhorn_repeat: int
-) -> Recipe:
-    # A softmax without eps is exp and its first row step.
-    start = {} if sinkhorn_eps else {"init": "exp", "eps_mode": "none"}
-    try:
-        return Recipe.preset(
-            "deepseek_v4",
-            streams=mhc_mult,
-            iterations=sinkhorn_repeat,
-            norm_eps=norm_eps,
-            pre_eps=pre_eps,
-            eps=sinkhorn_eps,
-            post_scale=post_mult_value,
-            **start,
-        )
-    except ValueError as error:
-        names = "sinkhorn_repeat is iterations, sinkhorn_eps is eps and post_mult_value is post_scale"
-        raise ValueError(f"{error} (of a mhckit.Recipe, where {names})") from None
+    return recipe_of(
+        "deepseek_v4",
+        _NAMES,
+        streams=mhc_mult,
+        iterations=sinkhorn_repeat,
+        norm_eps=norm_eps,
+        pre_eps=pre_eps,
+        post_scale=post_mult_value,
+        **softmax_start(sinkhorn_eps),
+    )
 
 
 def _check_mult(mhc_mult: int) -> None:

@@ -30,7 +30,6 @@ What differs on purpose:
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch.nn.functional as F
@@ -39,6 +38,9 @@ from torch import Tensor
 from mhckit.ops import activate, enter, post, pre, project, sinkhorn
 from mhckit.ops._check import check_optional, check_shape, check_tensor
 from mhckit.recipe import Recipe
+
+from ._check import check_count
+from ._recipes import recipe_of
 
 __all__ = [
     "mhc_fused_aggregate",
@@ -116,7 +118,7 @@ def mhc_fused_scale(H: Tensor, alpha: Tensor, beta: Tensor, ms: Tensor, n: int) 
     Returns:
         h_pre (M, n), h_post (M, n) and h_res (M, n*n), the logits of ``mhc_fused_sinkhorn``, in the dtype of H.
     """
-    recipe = _recipe(_check_n(n))
+    recipe = _recipe(check_count("n", n))
     check_tensor("H", H, "(M, 32)")
     if H.ndim != 2 or H.shape[1] < recipe.rows:
         raise ValueError(f"H must be (M, 32) with n*n + 2n = {recipe.rows} columns or more, got {tuple(H.shape)}")
@@ -140,7 +142,7 @@ def mhc_fused_sinkhorn(H_res: Tensor, n: int = 4, recompute_hist: bool = True, i
     Returns:
         (s, b, n, n) in the dtype and orientation of H_res.
     """
-    recipe = _recipe(_check_n(n), iters, "out_in")  # returned as it is stored
+    recipe = _recipe(check_count("n", n), iters, "out_in")  # returned as it is stored
     check_tensor("H_res", H_res, "(s, b, n, n)")
     check_shape("H_res", H_res, "(s, b, n, n)", (*H_res.shape[:-2], n, n))
     matrix = sinkhorn(H_res, recipe=recipe)
@@ -243,21 +245,13 @@ def mhc_generate_mix_and_aggregate(
 
 
 def _recipe(n: int, iters: int = 20, stored: str = "in_out") -> Recipe:
-    recipe = _COMMON.get((n, iters, stored))
-    return _other_recipe(n, iters, stored) if recipe is None else recipe
+    return recipe_of("transformer_engine", streams=n, iterations=iters, stored=stored)
 
 
-@functools.cache
-def _other_recipe(n: int, iters: int, stored: str) -> Recipe:
-    return Recipe.preset("transformer_engine", streams=n, iterations=iters, stored=stored)
-
-
-# A table that torch.compile can look into: it can trace neither a cache nor the making of a Recipe.
-_COMMON = {
-    (n, 20, stored): Recipe.preset("transformer_engine", streams=n, stored=stored)
-    for n in range(1, 9)
-    for stored in ("in_out", "out_in")
-}
+# The usual ones are there from the start, so that the first call may be a compiled one.
+for _n in range(1, 9):
+    for _stored in ("in_out", "out_in"):
+        _recipe(_n, stored=_stored)
 
 
 def _stream_major(weight: Tensor, n: int) -> Tensor:
@@ -278,16 +272,8 @@ def _check_x(x: Tensor, axes: str, n: int | None = None) -> None:
     check_tensor("x", x, axes)
     if x.ndim < 2 or 0 in x.shape[-2:]:
         raise ValueError(f"x must be {axes} with C >= 1 and n >= 1, got {tuple(x.shape)}")
-    if n is not None and x.shape[-1] != _check_n(n):
+    if n is not None and x.shape[-1] != check_count("n", n):
         raise ValueError(f"x must be {axes} with n = {n}, got n = {x.shape[-1]} in {tuple(x.shape)}")
-
-
-def _check_n(n: int) -> int:
-    if isinstance(n, bool) or not isinstance(n, int):
-        raise TypeError(f"n must be an int, got {n!r}")
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
-    return n
 
 
 def _check_beta(beta: Tensor, recipe: Recipe, *, like: Tensor) -> Tensor:
