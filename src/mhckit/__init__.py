@@ -1,6 +1,6 @@
 """mhckit: Manifold-Constrained Hyper-Connections for PyTorch."""
 
-from mhckit.modules import MHC, HyperConnection, HyperHead, Streams
+from mhckit.modules import MHC, HyperConnection, HyperHead, Streams, param_groups, upcycle
 from mhckit.ops import (
     Mix,
     activate,
@@ -37,8 +37,10 @@ __all__ = [
     "head",
     "junction",
     "leave",
+    "param_groups",
     "post",
     "pre",
     "project",
     "sinkhorn",
+    "upcycle",
 ]

@@ -3,6 +3,8 @@
 from .hyper_connection import HyperConnection
 from .hyper_head import HyperHead
 from .mhc import MHC
+from .param_groups import param_groups
 from .streams import Streams
+from .upcycle import upcycle
 
-__all__ = ["MHC", "HyperConnection", "HyperHead", "Streams"]
+__all__ = ["MHC", "HyperConnection", "HyperHead", "Streams", "param_groups", "upcycle"]

@@ -48,7 +48,7 @@ def _pre_bias(recipe: Recipe) -> list[float]:
 
 
 def _post_bias(recipe: Recipe, layer_index: int) -> list[float]:
-    targets = [1 + POST_SPREAD * place for place in _rotated_ramp(recipe.streams, layer_index)]
+    targets = [1 + POST_SPREAD * place for place in rotated_ramp(recipe.streams, layer_index)]
     return [_logit((target - recipe.post_eps) / recipe.post_scale) for target in targets]
 
 
@@ -73,7 +73,7 @@ def _one_hot(n: int, index: int) -> list[float]:
     return [float(i == index) for i in range(n)]
 
 
-def _rotated_ramp(n: int, layer_index: int) -> list[float]:
+def rotated_ramp(n: int, layer_index: int) -> list[float]:
     """n distinct numbers from -1 to 1 with sum 0, rotated by layer_index; a single 0 for n = 1."""
     return [2 * ((i + layer_index) % n) / (n - 1) - 1 for i in range(n)] if n > 1 else [0.0]
 
