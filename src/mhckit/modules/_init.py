@@ -5,7 +5,7 @@
     post of mean 1                   the mean stream receives the sublayer's output once
 
 up to the size of scale (0.01), which multiplies everything a token's streams have to say. Streams start equal; a small
-spread of post, rotated with the layer's index, tells them apart. So a plain checkpoint can be upcycled.
+spread of post, rotated with the layer's index, tells them apart. `upcycle` makes the start exact.
 """
 
 from __future__ import annotations
