@@ -165,6 +165,13 @@ class Recipe:
         return Recipe.from_key, (self.key,)
 
 
+def softmax_start(eps: float) -> dict[str, Any]:
+    """Fields of a Sinkhorn that starts from softmax + eps. Without eps the softmax is exp and an ordinary row step."""
+    if eps:
+        return {"init": "softmax", "eps": eps, "eps_mode": "add"}
+    return {"init": "exp", "eps": 0.0, "eps_mode": "none"}
+
+
 def as_recipe(recipe: Recipe | str) -> Recipe:
     """A Recipe, or the preset of that name."""
     if isinstance(recipe, str):

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from accelerate.utils import send_to_device
 from peft import LoraConfig, get_peft_model
 from tiny import FAMILIES, VOCABULARY, logits_and_gradients, tiny, token_ids
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
+import mhckit
 from mhckit.integrations.transformers import apply, restore
 from mhckit.testing import relative_error
 
@@ -88,11 +90,18 @@ def test_lora_beside_the_connections(family: str, adapted_first: bool) -> None:
         assert relative_error(patched[1][name], gradient) < 1e-4, name
 
 
-def test_hooks_of_accelerate_around_the_modules() -> None:
+def test_streams_go_where_accelerate_sends_them() -> None:
+    streams = mhckit.Streams(torch.zeros(2, 4, 8), mhckit.Mix(torch.zeros(2, 4), torch.zeros(2, 4), None))
+    sent = send_to_device(streams, "meta")
+    assert sent.x.is_meta and sent.mix.pre.is_meta and sent.mix.res is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hooks_of_accelerate_around_the_modules(family: str) -> None:
     """They replace the forward of an instance; both orders of coming and going leave the right one."""
-    model, ids = tiny("hy_v4"), token_ids()
+    model, ids = tiny(family), token_ids()
     plain = model(input_ids=ids).logits
-    hooked = [module for module in model.modules() if "HYV4" in type(module).__name__]
+    hooked = [m for m in model.modules() if "Hyper" in type(m).__name__ or "DecoderLayer" in type(m).__name__]
     for module in hooked:
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
     apply(model)

@@ -126,6 +126,13 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     _assert_same(logits_and_gradients(model, ids), plain)
 
 
+def test_reentrant_checkpointing_across_layers_raises() -> None:
+    model = apply(tiny("deepseek_v4").train(), across_layers=True)
+    model.gradient_checkpointing_enable(dict(use_reentrant=True))
+    with pytest.raises(ValueError, match="reentrant gradient checkpointing loses"):
+        model(input_ids=token_ids(), use_cache=False)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled(family: str) -> None:
     model, ids = tiny(family, num_hidden_layers=1), token_ids()
@@ -201,8 +208,9 @@ def test_a_part_of_a_model() -> None:
     assert relative_error(model(input_ids=ids).logits, expected) < 1e-5
 
 
-def test_hidden_states() -> None:
-    model, ids = tiny("deepseek_v4"), token_ids()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states(family: str) -> None:
+    model, ids = tiny(family), token_ids()
     plain = model(input_ids=ids, output_hidden_states=True).hidden_states
     patched = apply(model)(input_ids=ids, output_hidden_states=True).hidden_states
     across = apply(model, across_layers=True)(input_ids=ids, output_hidden_states=True).hidden_states
@@ -237,8 +245,21 @@ def test_class_mapping() -> None:
         relative_error(randomise(made).eval()(input_ids=ids).logits, tiny("deepseek_v4")(input_ids=ids).logits) < 1e-5
     )
     assert _classes(restore(made)) == _classes(tiny("deepseek_v4"))
+    unregister()
     later = transformers.AutoModelForCausalLM.from_config(tiny_config("deepseek_v4"))
     assert not any(kind.__module__.startswith("mhckit.") for kind in _classes(later))
+    for model in (later, made, apply(later, junction=False)):
+        assert len(model(input_ids=ids, output_hidden_states=True).hidden_states) == 5
+
+
+def test_class_mapping_after_a_model_that_cannot_be_built() -> None:
+    register()
+    try:
+        with pytest.raises(ValueError, match="norm_eps"):
+            transformers.AutoModelForCausalLM.from_config(tiny_config("deepseek_v4", rms_norm_eps=0.0))
+    finally:
+        unregister()
+    assert not any(kind.__module__.startswith("mhckit.") for kind in _classes(tiny("deepseek_v4")))
 
 
 def test_auto_model(tmp_path: Path) -> None:
@@ -258,8 +279,9 @@ def test_bfloat16_loading_keeps_the_parameters_dtypes(tmp_path: Path) -> None:
     assert patched.model.layers[0].attn_hc.fn.dtype == torch.float32
 
 
-def test_autocast() -> None:
-    model, ids = tiny("hy_v4", **WITHOUT_CHOICES), token_ids()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast(family: str) -> None:
+    model, ids = tiny(family, **WITHOUT_CHOICES), token_ids()
     exact = model(input_ids=ids).logits
     with torch.autocast("cpu", torch.bfloat16):
         plain, patched = model(input_ids=ids).logits, apply(model)(input_ids=ids).logits
@@ -277,6 +299,43 @@ class _Configured(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [dict(hc_eps=0.0), dict(hc_mult=1), dict(hc_mult=17)], ids=str)
+def test_unusual_configurations(family: str, options: dict[str, Any]) -> None:
+    model, ids = tiny(family, num_hidden_layers=1, **options), token_ids()
+    plain = model(input_ids=ids, use_cache=False).logits
+    assert relative_error(apply(model)(input_ids=ids, use_cache=False).logits, plain) < 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_refused_model_is_left_as_it_was(family: str) -> None:
+    model = tiny(family, rms_norm_eps=0.0)
+    classes = _classes(model)
+    with pytest.raises(ValueError, match="norm_eps is rms_norm_eps"):
+        apply(model)
+    assert _classes(model) == classes
+    model(input_ids=token_ids())
+
+
+def test_a_compiled_model_follows() -> None:
+    model, ids = tiny("hy_v4", num_hidden_layers=1), token_ids()
+    compiled = torch.compile(model, backend="aot_eager")
+    plain = compiled(input_ids=ids).logits
+    patched = apply(model)(input_ids=ids).logits
+    assert not torch.equal(patched, plain)
+    assert torch.equal(compiled(input_ids=ids).logits, patched)
+
+
+def test_classes_made_from_ours_are_not_undone() -> None:
+    model = apply(tiny("hy_v4"))
+    layer = model.model.layers[0]
+    layer.__class__ = type("FSDPHYV4DecoderLayer", (type(layer),), {})
+    for change in (apply, restore):
+        with pytest.raises(ValueError, match=r"become a FSDPHYV4DecoderLayer.* before fully_shard"):
+            change(model)
+    model(input_ids=token_ids())
 
 
 def test_errors() -> None:

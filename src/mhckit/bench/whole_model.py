@@ -34,7 +34,7 @@ TOLERANCE = 0.1
 
 
 def random_model(hidden: int, layers: int, device: str = "cuda") -> Any:
-    """bfloat16, the parameters of the connections float32, as after `from_pretrained`."""
+    """bfloat16, with the parameters of the connections in float32."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     torch.manual_seed(0)
@@ -60,7 +60,8 @@ def random_model(hidden: int, layers: int, device: str = "cuda") -> Any:
         partial_rotary_factor=0.5,
         max_position_embeddings=8192,
     )
-    model = DeepseekV4ForCausalLM(config).to(device, torch.bfloat16)
+    model: Any = DeepseekV4ForCausalLM(config)
+    model.to(device, torch.bfloat16)
     for module in model.modules():
         if "Hyper" in type(module).__name__:
             module.float()
@@ -96,8 +97,9 @@ def run_whole_model(
 
     size = {"hidden": hidden, "layers": layers, "batch": batch, "tokens": tokens}
     base = {**environment(commit), "transformers": transformers.__version__, "dtype": "bfloat16", **size}
+    model = random_model(hidden, layers)
     ids = torch.randint(0, 1024, (batch, tokens), device="cuda")
-    lines = [{**base, **line} for line in measure(random_model(hidden, layers), ids, rep=2000)]
+    lines = [{**base, **line} for line in measure(model, ids, rep=2000)]
     if output is not None:
         append_lines(output, lines)
     console.print(_table(lines))

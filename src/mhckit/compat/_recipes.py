@@ -27,10 +27,3 @@ def _make(preset: str, names: str, fields: dict[str, Any]) -> Recipe:
         if not names:
             raise
         raise ValueError(f"{error} (of a mhckit.Recipe, where {names})") from None
-
-
-def softmax_start(eps: float) -> dict[str, Any]:
-    """Fields of a Sinkhorn that starts from softmax + eps. Without eps the softmax is exp and an ordinary row step."""
-    if eps:
-        return {"init": "softmax", "eps": eps, "eps_mode": "add"}
-    return {"init": "exp", "eps": 0.0, "eps_mode": "none"}

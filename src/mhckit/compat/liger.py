@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from mhckit.ops import coefficients, enter, post, pre
 from mhckit.ops._check import check_shape, check_streams, check_tensor
-from mhckit.recipe import Recipe
+from mhckit.recipe import Recipe, softmax_start
 
-from ._recipes import recipe_of, softmax_start
+from ._recipes import recipe_of
 
 __all__ = [
     "LigerMHC",
@@ -143,6 +143,9 @@ class LigerMHC(nn.Module):
         phi_dtype: dtype in which phi is stored; products with it are summed in float32 whatever it is.
         allow_fp32: take float32 streams. Without it they raise, as in Liger; nothing else depends on it.
     """
+
+    mhckit_projections = ("phi",)
+    mhckit_no_decay = ("b", "alpha_pre", "alpha_post", "alpha_res")
 
     def __init__(
         self,

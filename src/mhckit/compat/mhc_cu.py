@@ -64,6 +64,11 @@ class MHCLayer(nn.Module):
     ``alpha_res``. Static: ``H_pre`` [n], ``H_post`` [n], ``H_res`` [n, n].
     """
 
+    mhckit_projections = ("phi_pre", "phi_post", "phi_res")
+    mhckit_no_decay = (
+        "b_pre", "b_post", "b_res", "alpha_pre", "alpha_post", "alpha_res", "H_pre", "H_post", "H_res", "rmsnorm_weight"
+    )  # fmt: skip
+
     def __init__(
         self,
         hidden_dim: int,

@@ -70,6 +70,12 @@ class HyperConnection(nn.Module):
     Checkpoints that hold the scalars as [] load too.
     """
 
+    mhckit_projections = ("phi", "W_pre.weight", "W_post.weight", "W_res.weight")
+    mhckit_no_decay = (
+        "H_pre_base", "H_post_base", "H_res_base", "alpha_pre", "alpha_post", "alpha_res", "scale_pre", "scale_post",
+        "scale_res",
+    )  # fmt: skip
+
     def __init__(
         self,
         dim: int,

@@ -34,9 +34,9 @@ from torch import Tensor
 
 from mhckit.ops import enter, expand, head, post
 from mhckit.ops._check import check_optional, check_shape, check_tensor
-from mhckit.recipe import Recipe
+from mhckit.recipe import Recipe, softmax_start
 
-from ._recipes import recipe_of, softmax_start
+from ._recipes import recipe_of
 
 __all__ = ["expand_from_embedding", "mhc_head", "mhc_post", "mhc_pre"]
 

@@ -37,9 +37,10 @@ def param_groups(
 
     or, for an optimiser of matrices beside one for the rest:
 
-        groups = {group["name"]: group for group in mhckit.param_groups(model)}
-        muon = torch.optim.Muon([groups["other"]])
-        adamw = torch.optim.AdamW([group for name, group in groups.items() if name != "other"])
+        *others, matrices = sorted(mhckit.param_groups(model), key=lambda group: group["name"] == "other")
+        muon, adamw = torch.optim.Muon([matrices]), torch.optim.AdamW(others)
+
+    (Muon takes matrices alone: move embeddings, and experts kept as one tensor, from ``other`` to the rest first.)
 
     Args:
         model: any module: with mhckit's modules, or a DeepSeek-V4, GLM-5-next or Hy-V4 of transformers, patched by
@@ -77,16 +78,25 @@ def param_groups(
 
 
 def _mhc_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The group of each parameter that belongs to a hyper-connection or a head."""
+    """The group of each parameter that belongs to a hyper-connection or a head.
+
+    A class with other names than mhckit's own says which is which: ``mhckit_projections`` and ``mhckit_no_decay``.
+    """
     groups: dict[nn.Parameter, str] = {}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
-        if isinstance(module, HyperModule) or _is_foreign_connection(module, own):
-            for name, parameter in own.items():
-                if name in PROJECTIONS:
-                    groups[parameter] = "mhc"
-                elif name in NO_DECAY:
-                    groups[parameter] = "mhc_no_decay"
+        projections, no_decay = PROJECTIONS, NO_DECAY
+        kind: Any = type(module)
+        if hasattr(kind, "mhckit_projections"):
+            projections, no_decay = kind.mhckit_projections, kind.mhckit_no_decay
+            own = dict(module.named_parameters())
+        elif not (isinstance(module, HyperModule) or _is_foreign_connection(module, own)):
+            continue
+        for name, parameter in own.items():
+            if name in projections:
+                groups[parameter] = "mhc"
+            elif name in no_decay:
+                groups[parameter] = "mhc_no_decay"
     return groups
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
@@ -57,6 +58,11 @@ class Streams:
         check_shape("f", f, "[..., C]", (*lead, channels), like=self.x)
         check_optional("f_bias", f_bias, "[C]", (channels,), like=self.x)
         return Streams(self.x, self.mix, f, f_bias)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Streams:
+        """On another device, dtypes as they are; what places a model's layers on several devices calls it."""
+        tensors, names = _flatten(self)
+        return _unflatten([tensor.to(device, non_blocking=non_blocking) for tensor in tensors], names)
 
     @property
     def tensor(self) -> Tensor:

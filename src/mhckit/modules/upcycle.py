@@ -13,7 +13,8 @@ apart. phi = 0 makes the coefficients those of the bias alone; scale is not 0, s
 long as everything reads the mean, mixing that keeps the mean changes nothing: a residual map whose columns sum to 1
 whatever the logits has its first gradient at the second step, when pre has begun to differ.
 
-`reset_parameters` starts near this, up to what scale lets through of a random phi; `upcycle` is exact up to rounding.
+`reset_parameters` starts near this, up to what scale lets through of a random phi; `upcycle` is exact up to rounding,
+also that of parameters that were let go to bfloat16 (``keep_float32=False``: 1e-3 after a few sublayers).
 One thing is not rounding: where Sinkhorn adds an eps to its sums (1e-6 in deepseek_v4, glm5_next and liger, 1e-8 in
 mhc_triton), columns of H sum to 1 - eps, so that every sublayer shrinks what it adds to by that much: 1e-4 after 100
 sublayers, less than bfloat16 rounds away at each. A recipe that is off by more than 2e-6 a sublayer is an error.

@@ -7,19 +7,19 @@ import math
 import torch
 from torch import Tensor
 
-from mhckit.compat._recipes import recipe_of, softmax_start
+from mhckit.compat._recipes import recipe_of
 from mhckit.ops import activate, post, pre, project, sinkhorn
 from mhckit.ops._check import check_eps, check_optional, check_shape, check_tensor
-from mhckit.recipe import Recipe
+from mhckit.recipe import Recipe, softmax_start
 
 from ._native import (
     EPS,
-    as_streams,
     native_compute_h,
     native_h_aggregate,
     native_h_post_bda,
     native_proj_rms,
     native_sinkhorn,
+    unflattened,
 )
 
 BACKENDS = ("auto", "native", "triton", "cutile")
@@ -58,7 +58,7 @@ def fused_h_aggregate(x: Tensor, h_pre: Tensor, *, backend: str = "auto") -> Ten
     Returns:
         [s, b, C] in the dtype of x.
     """
-    x = as_streams("x", x, check_tensor("h_pre", h_pre, "[s, b, n]"))
+    x = unflattened("x", x, check_tensor("h_pre", h_pre, "[s, b, n]"))
     check_shape("h_pre", h_pre, "[s, b, n]", x.shape[:-1], like=x)
     return native_h_aggregate(x, h_pre) if _is_native(backend) else pre(x, h_pre)
 
@@ -85,7 +85,7 @@ def fused_h_post_bda(
     Returns:
         streams in the shape and dtype of original_residual.
     """
-    streams = as_streams("original_residual", original_residual, check_tensor("h_post", h_post, "[s, b, n]"))
+    streams = unflattened("original_residual", original_residual, check_tensor("h_post", h_post, "[s, b, n]"))
     *lead, n, channels = streams.shape
     check_shape("h_res", h_res, "[s, b, n, n]", (*lead, n, n), like=streams)
     check_shape("h_post", h_post, "[s, b, n]", (*lead, n), like=streams)

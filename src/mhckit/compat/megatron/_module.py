@@ -36,6 +36,9 @@ class HyperConnectionModule(HyperModule):
     weights are not rounded to it before they are used.
     """
 
+    mhckit_projections = ("mapping_proj.weight",)
+    mhckit_no_decay = ("bias", "alpha_pre", "alpha_post", "alpha_res")
+
     def __init__(self, config: Any, layer_number: int) -> None:
         if getattr(config, "mhc_single_pass", False):
             raise ValueError(

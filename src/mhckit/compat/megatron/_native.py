@@ -23,14 +23,14 @@ def native_sinkhorn(input_logits: Tensor, num_iterations: int, eps: float = EPS)
 
 def native_h_aggregate(x: Tensor, h_pre: Tensor) -> Tensor:
     """``fused_h_aggregate`` in plain torch."""
-    return (as_streams("x", x, h_pre) * h_pre[..., None]).sum(-2)
+    return (unflattened("x", x, h_pre) * h_pre[..., None]).sum(-2)
 
 
 def native_h_post_bda(
     h_res: Tensor, original_residual: Tensor, h_post: Tensor, x: Tensor, bias: Tensor | None
 ) -> Tensor:
     """``fused_h_post_bda`` in plain torch."""
-    mixed = h_res.mT @ as_streams("original_residual", original_residual, h_post)
+    mixed = h_res.mT @ unflattened("original_residual", original_residual, h_post)
     written = h_post[..., None] * (x if bias is None else x + bias)[..., None, :]
     return (mixed + written).reshape(original_residual.shape)
 
@@ -50,7 +50,7 @@ def native_compute_h(
     return h_pre.sigmoid() + eps, 2 * h_post.sigmoid(), h_res
 
 
-def as_streams(name: str, x: Tensor, weights: Tensor) -> Tensor:
+def unflattened(name: str, x: Tensor, weights: Tensor) -> Tensor:
     """Streams [s, b, n, C] from that or from [s, b, n*C]; weights [s, b, n] tell which."""
     check_tensor(name, x, "[s, b, n, C]")
     n = weights.shape[-1] if weights.ndim else 0

@@ -9,7 +9,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as original
 
 from mhckit.modules import Streams
 from mhckit.modules.streams import as_streams
-from mhckit.recipe import Recipe
+from mhckit.recipe import Recipe, softmax_start
 
 from ._shared import Connection, Layer, LearnedHead
 
@@ -17,8 +17,9 @@ from ._shared import Connection, Layer, LearnedHead
 class DeepseekV4HyperConnection(Connection, original.DeepseekV4HyperConnection):
     replaced = original.DeepseekV4HyperConnection
 
-    def make_recipe(self) -> Recipe:
-        return sinkhorn_recipe(self, "deepseek_v4")
+    @staticmethod
+    def make_recipe(module: Any) -> Recipe:
+        return sinkhorn_recipe(module, "deepseek_v4")
 
     def returned(self, h: Tensor, streams: Streams) -> tuple[Tensor, ...]:
         return as_post_comb_collapsed(h, streams)
@@ -37,10 +38,10 @@ class DeepseekV4DecoderLayer(Layer, original.DeepseekV4DecoderLayer):
 class DeepseekV4HyperHead(LearnedHead, original.DeepseekV4HyperHead):
     replaced = original.DeepseekV4HyperHead
 
-    def make_recipe(self) -> Recipe:
-        return Recipe.preset(
-            "deepseek_v4", streams=self.hc_mult, norm_eps=self.input_norm.eps, pre_eps=self.eps, eps=self.eps
-        )
+    @staticmethod
+    def make_recipe(module: Any) -> Recipe:
+        norm_eps = module.input_norm.eps
+        return Recipe.preset("deepseek_v4", streams=module.hc_mult, norm_eps=norm_eps, pre_eps=module.eps)
 
 
 def sinkhorn_recipe(connection: Any, preset: str) -> Recipe:
@@ -48,9 +49,9 @@ def sinkhorn_recipe(connection: Any, preset: str) -> Recipe:
         preset,
         streams=connection.hc_mult,
         iterations=connection.hc_sinkhorn_iters,
-        eps=connection.hc_eps,
         pre_eps=connection.hc_eps,
         norm_eps=connection.input_norm.eps,
+        **softmax_start(connection.hc_eps),
     )
 
 
@@ -61,4 +62,3 @@ def as_post_comb_collapsed(h: Tensor, streams: Streams) -> tuple[Tensor, ...]:
 
 
 REPLACEMENTS = (DeepseekV4HyperConnection, DeepseekV4DecoderLayer, DeepseekV4HyperHead)
-LAYER_ARGUMENTS = ("self", "hidden_states", "input_ids", "kwargs")

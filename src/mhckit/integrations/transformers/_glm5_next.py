@@ -22,8 +22,9 @@ _MEAN = {streams: Recipe.preset("glm5_next", streams=streams) for streams in ran
 class Glm5NextTextHyperConnection(Connection, original.Glm5NextTextHyperConnection):
     replaced = original.Glm5NextTextHyperConnection
 
-    def make_recipe(self) -> Recipe:
-        return sinkhorn_recipe(self, "glm5_next")
+    @staticmethod
+    def make_recipe(module: Any) -> Recipe:
+        return sinkhorn_recipe(module, "glm5_next")
 
     def returned(self, h: Tensor, streams: Streams) -> tuple[Tensor, ...]:
         return as_post_comb_collapsed(h, streams)
@@ -69,11 +70,8 @@ class Glm5NextTextHyperHead(Replacement, original.Glm5NextTextHyperHead):
 
     def forward(self, hidden_streams: Any) -> Tensor:
         x = as_streams(hidden_streams).tensor
-        return head(x, recipe=_MEAN[x.shape[-2]])
+        recipe = _MEAN.get(x.shape[-2])
+        return x.mean(-2) if recipe is None else head(x, recipe=recipe)
 
 
 REPLACEMENTS = (Glm5NextTextHyperConnection, Glm5NextTextDecoderLayer, Glm5NextTextHyperHead)
-LAYER_ARGUMENTS = (
-    "self", "hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings",
-    "prev_topk_indices", "kwargs",
-)  # fmt: skip

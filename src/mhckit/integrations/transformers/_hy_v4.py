@@ -17,14 +17,15 @@ from ._shared import Connection, Layer, LearnedHead
 class HYV4HyperConnection(Connection, original.HYV4HyperConnection):
     replaced = original.HYV4HyperConnection
 
-    def make_recipe(self) -> Recipe:
+    @staticmethod
+    def make_recipe(module: Any) -> Recipe:
         return Recipe.preset(
             "hy_v4",
-            streams=self.hc_mult,
-            pre_eps=self.hc_eps,
-            post_eps=self.hc_eps,
-            post_scale=self.hc_post_magnitude,
-            norm_eps=self.input_norm.eps,
+            streams=module.hc_mult,
+            pre_eps=module.hc_eps,
+            post_eps=module.hc_eps,
+            post_scale=module.hc_post_magnitude,
+            norm_eps=module.input_norm.eps,
         )
 
     def returned(self, h: Tensor, streams: Streams) -> tuple[Tensor, ...]:
@@ -64,12 +65,9 @@ class HYV4DecoderLayer(Layer, original.HYV4DecoderLayer):
 class HYV4HyperHead(LearnedHead, original.HYV4HyperHead):
     replaced = original.HYV4HyperHead
 
-    def make_recipe(self) -> Recipe:
-        return Recipe.preset("hy_v4", streams=self.hc_mult, norm_eps=self.input_norm.eps, pre_eps=self.eps)
+    @staticmethod
+    def make_recipe(module: Any) -> Recipe:
+        return Recipe.preset("hy_v4", streams=module.hc_mult, norm_eps=module.input_norm.eps, pre_eps=module.eps)
 
 
 REPLACEMENTS = (HYV4HyperConnection, HYV4DecoderLayer, HYV4HyperHead)
-LAYER_ARGUMENTS = (
-    "self", "hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings",
-    "prev_topk_indices", "kwargs",
-)  # fmt: skip

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import transformers
 from torch import nn
@@ -19,12 +20,11 @@ _OTHER_KINDS = {"qwen4_exp": "reads every channel of its streams through a gate 
 
 
 class Family(NamedTuple):
-    """The replacements for one model type, and the arguments that its decoder layers must still have."""
+    """The replacements for one model type."""
 
     connection: type[Replacement]
     layer: type[Replacement]
     head: type[Replacement]
-    layer_arguments: tuple[str, ...]
 
 
 def apply(
@@ -33,7 +33,8 @@ def apply(
     """Let a DeepSeek-V4, GLM-5-next or Hy-V4 model of transformers compute its hyper-connections with mhckit.
 
     Changes the class of some of the model's modules, in place, and nothing else: parameters, their names and dtypes,
-    checkpoints, hooks and the library stay as they are. Apply again to change the options, `restore` to undo.
+    checkpoints, hooks and the library stay as they are. Apply again to change the options, `restore` to undo. Both come
+    before what makes classes of its own (FSDP2's fully_shard, parametrizations). After an error the model is as before.
 
     Args:
         model: the model, whole or a part of it, plain or wrapped (PEFT, DDP).
@@ -42,9 +43,9 @@ def apply(
             the MLP read in one pass, and the output of the MLP written in one. Needs enter.
         head: replace the final collapse.
         across_layers: fuse between layers too: a layer hands `mhckit.Streams` to the next one instead of a tensor,
-            with the output of its MLP waiting to be written. A fifth less time for the connections; but hooks see
-            Streams, `output_hidden_states=True` returns them, and reentrant checkpointing does not work. Needs
-            junction and head.
+            with the output of its MLP waiting to be written. The connections then move a sixth fewer bytes; but hooks
+            see Streams, `output_hidden_states=True` returns them, and reentrant checkpointing raises. Needs junction
+            and head.
 
     Returns:
         The same model.
@@ -57,31 +58,32 @@ def apply(
         )
     family = _family_of(model)
     if junction:
-        _check_layer(family)
-    wanted = [
-        replacement
-        for replacement, asked in ((family.connection, enter), (family.layer, junction), (family.head, head))
-        if asked
+        _check_layer(family.layer)
+    asked = ((family.connection, enter), (family.layer, junction), (family.head, head))
+    changes = [
+        (module, replacement, replacement.added_attributes(module))
+        for replacement, wanted in asked
+        if wanted
+        for module in _modules_to_replace(model, replacement)
     ]
-    changes = [(replacement, _modules_to_replace(model, replacement)) for replacement in wanted]
     restore(model)
-    for replacement, modules in changes:
-        for module in modules:
-            _change_class(module, replacement)
-            cast("Replacement", module).prepare()
-    for module in model.modules():
-        if isinstance(module, Layer):
-            module.mhckit_across_layers = across_layers
+    for module, replacement, attributes in changes:
+        _change_class(module, replacement)
+        vars(module).update(attributes)
+        if issubclass(replacement, Layer):
+            vars(module)["mhckit_across_layers"] = across_layers
     return model
 
 
 def restore(model: Model) -> Model:
     """Undo `apply`, or what `register` did for this model. Does nothing to a model that was not changed."""
-    for module in list(model.modules()):
-        if isinstance(module, Replacement):
-            for name in module.added:
-                module.__dict__.pop(name, None)
-            _change_class(module, module.replaced)
+    changed = [module for module in model.modules() if isinstance(module, Replacement)]
+    for module in changed:
+        _check_is_no_subclass(module, type(module).replaced)
+    for module in changed:
+        for name in type(module).added_attributes(module):
+            del vars(module)[name]
+        _change_class(module, type(module).replaced)
     return model
 
 
@@ -95,8 +97,13 @@ def register(*, overwrite: bool = False) -> None:
 
 
 def unregister() -> None:
-    """End `register`; models made in the meantime keep their classes."""
-    _monkey_patching().unregister_patch_mapping(list(_class_mapping()))
+    """End `register`; models made in the meantime keep their classes. Does nothing if nothing is registered."""
+    patching, mapping = _monkey_patching(), _class_mapping()
+    registered = patching.get_patch_mapping()
+    patching.unregister_patch_mapping([name for name, kind in mapping.items() if registered.get(name) is kind])
+    for name, replacement in mapping.items():
+        # transformers leaves the replacement there if building a model raises.
+        setattr(sys.modules[replacement.replaced.__module__], name, replacement.replaced)
 
 
 def _monkey_patching() -> Any:
@@ -109,12 +116,11 @@ def _monkey_patching() -> Any:
         ) from error
 
 
-def _class_mapping() -> dict[str, type[nn.Module]]:
+def _class_mapping() -> dict[str, type[Replacement]]:
     families = [_load(model_type) for model_type in _FAMILIES]
     for family in families:
-        _check_layer(family)
-    replacements = [kind for family in families for kind in (family.connection, family.layer, family.head)]
-    return {replacement.replaced.__name__: replacement for replacement in replacements}
+        _check_layer(family.layer)
+    return {replacement.replaced.__name__: replacement for family in families for replacement in family}
 
 
 def _model_types(model: nn.Module) -> Iterator[str]:
@@ -133,9 +139,7 @@ def _family_of(model: nn.Module) -> Family:
             return _load(model_type)
         for kind, difference in _OTHER_KINDS.items():
             if model_type.startswith(kind):
-                raise ValueError(
-                    f"{model_type} has another kind of connection, which {difference}: not mHC, not patched"
-                )
+                raise ValueError(f"{model_type} has another kind of connection, which {difference}: not mHC")
     raise ValueError(
         f"no model of a supported type ({', '.join(_FAMILIES)}) found; "
         + (f"this one has: {', '.join(found)}" if found else "this one has no config with a model_type")
@@ -148,20 +152,19 @@ def _load(model_type: str) -> Family:
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"transformers {transformers.__version__} lacks what mhckit replaces of {model_type} ({error}); "
-            "transformers 5.17 to 5.22 are known to have it"
+            "5.17 and 5.22 are tested"
         ) from error
     connection, layer, head = module.REPLACEMENTS
-    return Family(connection, layer, head, module.LAYER_ARGUMENTS)
+    return Family(connection, layer, head)
 
 
-def _check_layer(family: Family) -> None:
-    """A forward is replaced as a whole, so it must be the one that the replacement was written for."""
-    original = family.layer.replaced
-    arguments = tuple(inspect.signature(original.forward).parameters)
-    if arguments != family.layer_arguments:
+def _check_layer(layer: type[Replacement]) -> None:
+    """A forward is replaced as a whole, so it must still take the arguments that the replacement was written for."""
+    taken, known = (tuple(inspect.signature(kind.forward).parameters) for kind in (layer.replaced, layer))
+    if taken != known:
         raise NotImplementedError(
-            f"{original.__name__}.forward of transformers {transformers.__version__} takes {_listed(arguments)}, and "
-            f"mhckit knows it with {_listed(family.layer_arguments)}: pass junction=False, and please report this"
+            f"{layer.__name__}.forward of transformers {transformers.__version__} takes {_listed(taken)}, and mhckit "
+            f"knows it with {_listed(known)}: pass junction=False, and please report this"
         )
 
 
@@ -171,14 +174,14 @@ def _listed(names: Iterable[str]) -> str:
 
 def _modules_to_replace(model: nn.Module, replacement: type[Replacement]) -> list[nn.Module]:
     """Those of the replaced class, or of the replacement already. There must be some, with a forward of their class."""
-    modules = [module for module in model.modules() if type(module) in (replacement, replacement.replaced)]
+    modules = [module for module in model.modules() if isinstance(module, replacement.replaced)]
     if not modules:
         raise ValueError(
-            f"found no {replacement.replaced.__name__} of transformers in this model: is it built from copies or "
-            "subclasses of the classes of transformers? Modules that are not there can be left out: enter=, junction=, "
-            "head="
+            f"found no {replacement.replaced.__name__} of transformers in this model: is it built from copies of the "
+            "classes of transformers? Modules that are not there can be left out: enter=, junction=, head="
         )
     for module in modules:
+        _check_is_no_subclass(module, replacement.replaced)
         forward = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
         if forward is not None and not _is_own_forward(module, forward):
             raise ValueError(
@@ -186,6 +189,16 @@ def _modules_to_replace(model: nn.Module, replacement: type[Replacement]) -> lis
                 f"({getattr(forward, '__qualname__', type(forward).__name__)}): apply mhckit first"
             )
     return modules
+
+
+def _check_is_no_subclass(module: nn.Module, replaced: type[nn.Module]) -> None:
+    """Changing the class would undo what a subclass was made for."""
+    kind = type(module)
+    if kind is not replaced and kind.__dict__.get("replaced") is not replaced:
+        raise ValueError(
+            f"a {replaced.__name__} has become a {kind.__name__}, a class made from it: call apply and restore before "
+            "fully_shard, before parametrizations, and on the classes of transformers themselves"
+        )
 
 
 def _is_own_forward(module: nn.Module, forward: Any) -> bool:

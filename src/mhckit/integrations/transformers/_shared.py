@@ -17,33 +17,53 @@ from mhckit.ops import head
 from mhckit.recipe import Recipe
 
 
-class Replacement(nn.Module):
-    """A class that stands for `replaced`; `prepare` sets what it needs beside the attributes of the original."""
+class _ReplacementType(type):
+    """While a class mapping is registered, transformers records hidden states of whatever is an instance of the
+    replacement, in models with the original class too: so those are counted as instances.
+    """
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        replaced = cls.__dict__.get("replaced")
+        return super().__instancecheck__(instance) or (replaced is not None and isinstance(instance, replaced))
+
+
+class Replacement(nn.Module, metaclass=_ReplacementType):
+    """A class that stands for `replaced`, with a few attributes more."""
 
     replaced: ClassVar[type[nn.Module]]
-    added: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.prepare()
+        vars(self).update(self.added_attributes(self))
 
-    def prepare(self) -> None:
-        """Set the attributes named in `added`, from those of the original."""
+    @classmethod
+    def added_attributes(cls, module: Any) -> dict[str, Any]:
+        """What a module of the replaced class lacks, from the attributes that it has."""
+        return {}
 
 
-class Connection(Replacement):
+class _WithRecipe(Replacement):
+    mhckit_recipe: Recipe
+
+    @classmethod
+    def added_attributes(cls, module: Any) -> dict[str, Any]:
+        try:
+            return {"mhckit_recipe": cls.make_recipe(module)}
+        except ValueError as error:
+            names = "eps and pre_eps are hc_eps, norm_eps is rms_norm_eps, iterations is hc_sinkhorn_iters"
+            raise ValueError(f"{cls.__name__}: {error} (of a mhckit.Recipe, where {names} of the config)") from None
+
+    @staticmethod
+    def make_recipe(module: Any) -> Recipe:
+        raise NotImplementedError
+
+
+class Connection(_WithRecipe):
     """A hyper-connection. Streams give what the sublayer reads and Streams; a tensor gives what the original gives."""
 
-    added = ("mhckit_recipe",)
     fn: Tensor
     scale: Tensor
     base: Tensor
-
-    def prepare(self) -> None:
-        self.mhckit_recipe = self.make_recipe()
-
-    def make_recipe(self) -> Recipe:
-        raise NotImplementedError
 
     def returned(self, h: Tensor, streams: Streams) -> tuple[Tensor, ...]:
         raise NotImplementedError
@@ -61,28 +81,31 @@ class Layer(Replacement):
     `mhckit_across_layers` it waits in the Streams for the next layer, or for the head.
     """
 
-    added = ("mhckit_across_layers",)
+    mhckit_across_layers: bool
 
-    def prepare(self) -> None:
-        self.mhckit_across_layers = False
+    @classmethod
+    def added_attributes(cls, module: Any) -> dict[str, Any]:
+        return {"mhckit_across_layers": False}
 
     def handed_on(self, streams: Streams) -> Any:
-        return streams if self.mhckit_across_layers else streams.tensor
+        if not self.mhckit_across_layers:
+            return streams.tensor
+        if self.training and getattr(self, "gradient_checkpointing", False):
+            checkpoint: Any = getattr(self, "_gradient_checkpointing_func", None)
+            if getattr(checkpoint, "keywords", {}).get("use_reentrant"):
+                raise ValueError(
+                    "reentrant gradient checkpointing loses the gradients of Streams, which layers hand to each other "
+                    "after apply(across_layers=True): use gradient_checkpointing_kwargs={'use_reentrant': False}"
+                )
+        return streams
 
 
-class LearnedHead(Replacement):
+class LearnedHead(_WithRecipe):
     """A head with weights per token."""
 
-    added = ("mhckit_recipe",)
     hc_fn: Tensor
     hc_scale: Tensor
     hc_base: Tensor
-
-    def prepare(self) -> None:
-        self.mhckit_recipe = self.make_recipe()
-
-    def make_recipe(self) -> Recipe:
-        raise NotImplementedError
 
     def forward(self, x: Any) -> Tensor:
         return head(
