@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from compare import assert_same, leaf
 from torch import Tensor, nn
 
 from mhckit.compat import megatron
@@ -55,22 +57,7 @@ def _mappings(x: Tensor, module: HyperConnectionModule) -> tuple[Tensor, Tensor,
     return h_pre, h_post, _sinkhorn(logits, module.sinkhorn_iterations)
 
 
-def _leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape).to(dtype).requires_grad_()
-
-
-def _assert_same(got: Any, want: Any, leaves: list[Tensor], within: float = 1e-5) -> None:
-    """Values, and gradients of a random weighting of them."""
-    for index, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.shape == b.shape
-        assert relative_error(a, b) < within, f"output {index}"
-    weights = [torch.randn(o.shape) for o in want]
-    theirs = torch.autograd.grad(sum((o * w).sum() for o, w in zip(want, weights, strict=True)), leaves)
-    ours = torch.autograd.grad(sum((o * w).sum() for o, w in zip(got, weights, strict=True)), leaves)
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert a.dtype == b.dtype
-        if b.norm() > 1e-4:  # n = 1: the one-stream matrix is 1 and has no gradient
-            assert relative_error(a, b) < within, f"gradient {index}"
+_assert_same = functools.partial(assert_same, smallest=1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -90,7 +77,7 @@ def test_sinkhorn(n: int, iterations: int, eps: float, backend: str) -> None:
 @pytest.mark.parametrize("dtype", WITHIN)
 @pytest.mark.parametrize("size", SIZES)
 def test_h_aggregate(size: tuple[int, ...], dtype: torch.dtype, backend: str, flat: bool) -> None:
-    x, h_pre = _leaf(*size, dtype=dtype), _leaf(*size[:-1], dtype=dtype)
+    x, h_pre = leaf(*size, dtype=dtype), leaf(*size[:-1], dtype=dtype)
     ours = megatron.fused_h_aggregate(x.flatten(-2) if flat else x, h_pre, backend=backend)
     assert ours.dtype == dtype
     _assert_same((ours,), (_aggregate(x, h_pre),), [x, h_pre], WITHIN[dtype])
@@ -103,8 +90,8 @@ def test_h_aggregate(size: tuple[int, ...], dtype: torch.dtype, backend: str, fl
 @pytest.mark.parametrize("size", SIZES)
 def test_h_post_bda(size: tuple[int, ...], dtype: torch.dtype, backend: str, with_bias: bool, flat: bool) -> None:
     s, b, n, C = size
-    h_res, residual, h_post = (_leaf(*shape, dtype=dtype) for shape in ((s, b, n, n), size, (s, b, n)))
-    x, bias = _leaf(s, b, C, dtype=dtype), _leaf(C, dtype=dtype) if with_bias else None
+    h_res, residual, h_post = (leaf(*shape, dtype=dtype) for shape in ((s, b, n, n), size, (s, b, n)))
+    x, bias = leaf(s, b, C, dtype=dtype), leaf(C, dtype=dtype) if with_bias else None
     leaves = [h_res, residual, h_post, x, *([] if bias is None else [bias])]
     theirs = _post_bda(h_res, residual, h_post, x, bias)
     given = residual.flatten(-2) if flat else residual
@@ -128,7 +115,7 @@ def test_h_res_is_in_out() -> None:
 @pytest.mark.parametrize("shape", [(6, 52, 24), (1, 15, 15), (3, 8, 5), (2, 7, 8)])
 def test_proj_rms(shape: tuple[int, int, int], backend: str) -> None:
     M, K, N = shape
-    x, weight = _leaf(M, K), _leaf(N, K)
+    x, weight = leaf(M, K), leaf(N, K)
     for eps in (1e-6, 0.5):
         proj, r = megatron.fused_proj_rms(x, weight, eps, backend=backend)
         assert (proj.shape, r.shape) == ((M, N), (M, 1))
@@ -150,7 +137,7 @@ def test_proj_rms_of_zeros_has_zero_gradient(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_proj_rms_compute_h(backend: str) -> None:
     module = _randomised(_module(n=3))
-    x = _leaf(6, 3 * 5)
+    x = leaf(6, 3 * 5)
     alphas = [module.alpha_pre, module.alpha_post, module.alpha_res]
     weight, bias = module.mapping_proj.weight, module.bias
     *ours, r = megatron.fused_proj_rms_compute_h(x, weight, *alphas, bias, 3, 1e-6, 0.25, backend=backend)
@@ -223,7 +210,7 @@ def test_module(size: tuple[int, ...], dtype: torch.dtype, fused: bool) -> None:
     """forward and write-back; all gradients, those of the parameters too."""
     s, b, n, C = size
     module = _randomised(_module(n, C, use_fused_mhc=fused))
-    x, f, bias = _leaf(s, b, n * C, dtype=dtype), _leaf(s, b, C, dtype=dtype), _leaf(C, dtype=dtype)
+    x, f, bias = leaf(s, b, n * C, dtype=dtype), leaf(s, b, C, dtype=dtype), leaf(C, dtype=dtype)
 
     h_pre, want_post, want_res = _mappings(x, module)
     streams = x.view(size)
@@ -241,7 +228,7 @@ def test_module(size: tuple[int, ...], dtype: torch.dtype, fused: bool) -> None:
 @pytest.mark.parametrize("fused", [True, False])
 def test_module_mappings_and_aggregate(fused: bool) -> None:
     module = _randomised(_module(n=3, C=7, use_fused_mhc=fused))
-    x = _leaf(2, 3, 21)
+    x = leaf(2, 3, 21)
     ours = module.compute_mappings(x)
     _assert_same(ours, _mappings(x, module), [x, *module.parameters()])
     aggregated, h_res, h_post = module(x)
@@ -251,7 +238,7 @@ def test_module_mappings_and_aggregate(fused: bool) -> None:
 
 def test_module_residual_gives_the_same_gradients() -> None:
     """Writing to the returned residual, instead of to hidden_states, changes the autograd graph alone."""
-    module, x = _randomised(_module()), _leaf(3, 2, 20)
+    module, x = _randomised(_module()), leaf(3, 2, 20)
     gradients = []
     for return_residual in (True, False):
         aggregated, h_res, h_post, *rest = module(x, return_residual=return_residual)
@@ -292,7 +279,7 @@ def test_dropout_drops_what_is_written_per_stream() -> None:
 
 
 def test_expand_and_contract() -> None:
-    h = _leaf(3, 2, 5)
+    h = leaf(3, 2, 5)
     x = HyperConnectionModule.input_expand(h, 4)
     assert torch.equal(x, h.repeat(1, 1, 4))
     contracted = HyperConnectionModule.output_contract(x * torch.tensor([1.0, 2, 3, 6]).repeat_interleave(5), 4)

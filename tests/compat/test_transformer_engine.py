@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import pytest
 import torch
+from compare import assert_same, leaf
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -67,29 +69,14 @@ def _parameters(C: int, n: int) -> dict[str, Tensor]:
     return {name: value.requires_grad_() for name, value in values.items()}
 
 
-def _leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape).to(dtype).requires_grad_()
-
-
-def _assert_same(got: Any, want: Any, leaves: list[Tensor], within: float = 1e-5) -> None:
-    """Values, and gradients of a random weighting of them."""
-    for index, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert a.shape == b.shape
-        assert relative_error(a, b) < within, f"output {index}"
-    weights = [torch.randn(o.shape) for o in want]
-    theirs = torch.autograd.grad(sum((o * w).sum() for o, w in zip(want, weights, strict=True)), leaves)
-    ours = torch.autograd.grad(sum((o * w).sum() for o, w in zip(got, weights, strict=True)), leaves)
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert a.dtype == b.dtype
-        if b.norm() > 1e-6:  # n = 1: the one-stream matrix is 1 and has no gradient
-            assert relative_error(a, b) < within, f"gradient {index}"
+_assert_same = functools.partial(assert_same, smallest=1e-6)
 
 
 @pytest.mark.parametrize("layout", ["theirs", "streams first", "flat"])
 @pytest.mark.parametrize("size", SIZES)
 def test_projection(size: tuple[int, ...], layout: str) -> None:
     s, b, C, n = size
-    x, p = _leaf(*size), _parameters(C, n)
+    x, p = leaf(*size), _parameters(C, n)
     leaves = [x, p["phi"], p["norm_weight"]]
     given = {"theirs": x, "streams first": te.to_streams_first(x), "flat": x.view(s * b, C * n)}[layout]
     H, ms = te.mhc_fused_projection(given, p["phi"], False, p["norm_weight"])
@@ -100,7 +87,7 @@ def test_projection(size: tuple[int, ...], layout: str) -> None:
 
 
 def test_projection_is_padded_to_32_columns_in_float32() -> None:
-    H, ms = te.mhc_fused_projection(_leaf(3, 1, 6, 4, dtype=torch.bfloat16), _leaf(24, 24, dtype=torch.bfloat16))
+    H, ms = te.mhc_fused_projection(leaf(3, 1, 6, 4, dtype=torch.bfloat16), leaf(24, 24, dtype=torch.bfloat16))
     assert H.shape == (3, 32)
     assert ms.shape == (3,)
     assert H.dtype == ms.dtype == torch.float32
@@ -109,7 +96,7 @@ def test_projection_is_padded_to_32_columns_in_float32() -> None:
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_scale(n: int) -> None:
     rows = n * n + 2 * n
-    H, ms, p = _leaf(5, 32), (torch.rand(5) + 0.5).requires_grad_(), _parameters(1, n)
+    H, ms, p = leaf(5, 32), (torch.rand(5) + 0.5).requires_grad_(), _parameters(1, n)
     leaves = [H, p["alpha"], p["beta"], ms]
     ours = te.mhc_fused_scale(H, p["alpha"], p["beta"], ms, n)
     assert [tuple(h.shape) for h in ours] == [(5, n), (5, n), (5, n * n)]
@@ -132,7 +119,7 @@ def test_sinkhorn(n: int, iters: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_aggregate(size: tuple[int, ...], first: bool, dtype: torch.dtype) -> None:
     s, b, _, n = size
-    x, H_pre = _leaf(*size, dtype=dtype), _leaf(s, b, n)
+    x, H_pre = leaf(*size, dtype=dtype), leaf(s, b, n)
     ours = te.mhc_fused_aggregate(te.to_streams_first(x) if first else x, H_pre, n)
     assert ours.dtype == dtype
     theirs = (x.float() @ H_pre[..., None])[..., 0].to(dtype)
@@ -144,8 +131,8 @@ def test_aggregate(size: tuple[int, ...], first: bool, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("size", SIZES)
 def test_expand_combine(size: tuple[int, ...], with_bias: bool, dtype: torch.dtype) -> None:
     s, b, C, n = size
-    f, x = _leaf(s, b, C, dtype=dtype), _leaf(*size, dtype=dtype)
-    bias, H_post, H_res = _leaf(C) if with_bias else None, _leaf(s, b, n), _leaf(s, b, n, n)
+    f, x = leaf(s, b, C, dtype=dtype), leaf(*size, dtype=dtype)
+    bias, H_post, H_res = leaf(C) if with_bias else None, leaf(s, b, n), leaf(s, b, n, n)
     leaves = [f, H_post, x, H_res, *([] if bias is None else [bias])]
     ours = te.mhc_fused_expand_combine(f, bias, H_post, x, H_res, n)
     assert ours.dtype == dtype
@@ -158,7 +145,7 @@ def test_expand_combine(size: tuple[int, ...], with_bias: bool, dtype: torch.dty
 def test_sublayer(size: tuple[int, ...], dtype: torch.dtype, fused: bool) -> None:
     """The functions of a sublayer one after the other, and generate_mix_and_aggregate in place of four of them."""
     s, b, C, n = size
-    x, f, p = _leaf(*size, dtype=dtype), _leaf(s, b, C, dtype=dtype), _parameters(C, n)
+    x, f, p = leaf(*size, dtype=dtype), leaf(s, b, C, dtype=dtype), _parameters(C, n)
     theirs = _sublayer(x, f, p)
     streams = te.to_streams_first(x)
     if fused:
@@ -208,7 +195,7 @@ def _chain(x: Tensor, p: dict[str, Tensor], layers: int = 3) -> Tensor:
 def test_a_chain_copies_no_streams() -> None:
     s, b, C, n = 3, 2, 13, 4
     p = _parameters(C, n)
-    x = te.to_streams_first(_leaf(s, b, C, n)).detach().requires_grad_()
+    x = te.to_streams_first(leaf(s, b, C, n)).detach().requires_grad_()
     with _Copies(x.numel()) as copies:
         y = _chain(x, p)
     assert copies.seen == []

@@ -29,7 +29,7 @@ from mhckit.ops import enter, leave, pre, sinkhorn
 from mhckit.ops._check import check_eps, check_shape, check_tensor
 from mhckit.recipe import Recipe
 
-from ._check import check_count, check_positive_eps
+from ._check import check_count, check_positive_eps, check_scalar
 from ._recipes import recipe_of
 
 __all__ = [
@@ -300,10 +300,7 @@ def _flat_logits(logits: dict[str, Tensor], x: Tensor, recipe: Recipe) -> Tensor
 
 def _scalar(name: str, value: Tensor | float, like: Tensor) -> Tensor:
     if isinstance(value, Tensor):
-        check_tensor(name, value, "[]", like=like)
-        if value.numel() != 1:
-            raise ValueError(f"{name} must have one element, got {tuple(value.shape)}")
-        return value.float().reshape(())
+        return check_scalar(name, value, like)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a torch.Tensor of one element or a number, got {type(value).__name__}")
     return torch.full((), value, dtype=torch.float32, device=like.device)

@@ -37,7 +37,7 @@ from mhckit.ops import Mix, coefficients, enter, leave, post, pre, sinkhorn
 from mhckit.ops._check import check_shape, check_tensor
 from mhckit.recipe import Recipe
 
-from ._check import check_count, check_positive_eps
+from ._check import check_count, check_positive_eps, check_scalar
 from ._recipes import recipe_of
 
 __all__ = ["HyperConnection", "fused_add_residual", "fused_dynamic_weights", "fused_stream_mix", "sinkhorn_knopp"]
@@ -198,7 +198,7 @@ def fused_dynamic_weights(
         raise ValueError(f"x must be [..., n*C] with n = {n} (from phi), got {tuple(x.shape)}")
     check_shape("bias", bias, "[n*n + 2n]", (phi.shape[-1],), like=x)
     alphas = {"alpha_pre": alpha_pre, "alpha_post": alpha_post, "alpha_res": alpha_res}
-    scale = torch.stack([_scalar(name, alpha, x) for name, alpha in alphas.items()])
+    scale = torch.stack([check_scalar(name, alpha, x) for name, alpha in alphas.items()])
     recipe = _fused_recipe(n, check_count("sinkhorn_iters", sinkhorn_iters), check_positive_eps(eps))
     streams = x.float().unflatten(-1, (n, width // n))
     mix = coefficients(streams, phi.mT, scale, _off_zero(bias, recipe), recipe=recipe)
@@ -297,13 +297,6 @@ def _per_token(name: str, weights: Tensor, H: Tensor, axes: str, shape: tuple[in
             f"{name} must be {axes_of_both} = {(batch, *shape)} or {(batch, seq, *shape)}, got {tuple(weights.shape)}"
         )
     return weights
-
-
-def _scalar(name: str, value: Tensor, like: Tensor) -> Tensor:
-    check_tensor(name, value, "[]", like=like)
-    if value.numel() != 1:
-        raise ValueError(f"{name} must have one element, got {tuple(value.shape)}")
-    return value.float().reshape(())
 
 
 def _load_scalars(_module: nn.Module, state_dict: dict[str, Any], prefix: str, *_rest: Any) -> None:
