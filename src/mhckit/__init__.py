@@ -1,6 +1,6 @@
 """mhckit: Manifold-Constrained Hyper-Connections for PyTorch."""
 
-from mhckit.modules import MHC, HyperConnection, HyperHead, Streams, param_groups, upcycle
+from mhckit.modules import MHC, HyperConnection, HyperHead, Streams, param_groups, recompute, upcycle
 from mhckit.ops import (
     Mix,
     activate,
@@ -41,6 +41,7 @@ __all__ = [
     "post",
     "pre",
     "project",
+    "recompute",
     "sinkhorn",
     "upcycle",
 ]

@@ -4,7 +4,8 @@ from .hyper_connection import HyperConnection
 from .hyper_head import HyperHead
 from .mhc import MHC
 from .param_groups import param_groups
+from .recompute import recompute
 from .streams import Streams
 from .upcycle import upcycle
 
-__all__ = ["MHC", "HyperConnection", "HyperHead", "Streams", "param_groups", "upcycle"]
+__all__ = ["MHC", "HyperConnection", "HyperHead", "Streams", "param_groups", "recompute", "upcycle"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from mhckit.ops import Mix, enter, expand, junction, post
@@ -81,6 +83,10 @@ def read_streams(streams: Streams, *parameters: Any, **options: Any) -> tuple[Te
     """What a sublayer reads, [..., C], and the streams to write its output to: `enter`, or, where an output waits,
     `junction`. parameters and options are theirs.
     """
+    return _read_uncompiled(streams, parameters, options) if _observed else _read(streams, parameters, options)
+
+
+def _read(streams: Streams, parameters: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor, Streams]:
     if streams.mix is None:
         x, h, mix = enter(streams.x, *parameters, **options)
     elif streams.f is None:
@@ -88,6 +94,33 @@ def read_streams(streams: Streams, *parameters: Any, **options: Any) -> tuple[Te
     else:
         x, h, mix = junction(streams.x, streams.f, streams.mix, *parameters, f_bias=streams.f_bias, **options)
     return h, Streams(x, mix)
+
+
+# Called after each read with the streams before, what was read, the streams after, and the options. A plain global
+# tells whether there is one, process-wide: torch.compile reads and guards it, and leaves such reads uncompiled.
+Observer = Callable[[Streams, Tensor, Streams, dict[str, Any]], None]
+_observer: Observer | None = None
+_observed: bool = False
+
+
+def observe(observer: Observer | None) -> Observer | None:
+    """Have every read observed from now on; returns the observer until now."""
+    global _observer, _observed
+    outer, _observer = _observer, observer
+    _observed = observer is not None
+    return outer
+
+
+def _read_for_recompute(
+    streams: Streams, parameters: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Tensor, Streams]:
+    h, after = _read(streams, parameters, options)
+    assert _observer is not None
+    _observer(streams, h, after, options)
+    return h, after
+
+
+_read_uncompiled: Any = _disable_dynamo(_read_for_recompute)  # torch.compiler.disable would load Dynamo on import
 
 
 def as_streams(streams: Streams | Tensor) -> Streams:
