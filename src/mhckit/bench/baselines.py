@@ -25,22 +25,40 @@ def eager_junction(call: Call) -> tuple[Tensor, ...]:
 
 
 def _plain_junction(tensors: dict[str, Tensor], recipe: Recipe) -> tuple[Tensor, ...]:
-    x, f, n = tensors["x"], tensors["f"], recipe.streams
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = (tensors["mix_res"] @ x.to(wide) + tensors["mix_post"][..., None] * f.to(wide)[..., None, :]).to(x.dtype)
+    y = plain_write(tensors["x"], tensors["f"], tensors["mix_post"], tensors["mix_res"])
+    parameters = (tensors["phi"], tensors["scale"], tensors["bias"], tensors.get("out_norm_weight"))
+    x_in, _pre, post, res = plain_read(y, *parameters, recipe)
+    return y, x_in, post, res
 
+
+def plain_write(x: Tensor, f: Tensor, post: Tensor, res: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (res @ x.to(wide) + post[..., None] * f.to(wide)[..., None, :]).to(x.dtype)
+
+
+def plain_read(
+    y: Tensor,
+    phi: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    out_norm_weight: Tensor | None,
+    recipe: Recipe,
+    out_norm_eps: float = 1e-6,
+) -> tuple[Tensor, ...]:
+    """x_in, pre, post, res."""
+    n, wide = recipe.streams, torch.promote_types(y.dtype, torch.float32)
     flat = y.flatten(-2).to(wide)
     normed = torch.rsqrt(flat.square().mean(-1, keepdim=True) + recipe.norm_eps)
-    pre, post, res = ((flat @ tensors["phi"].T) * normed).split(recipe.groups, -1)
-    scale, bias = tensors["scale"], tensors["bias"].split(recipe.groups)
-    pre = torch.sigmoid(pre * scale[0] + bias[0]) + recipe.pre_eps
-    post = recipe.post_scale * torch.sigmoid(post * scale[1] + bias[1])
-    res = _sinkhorn((res * scale[2] + bias[2]).unflatten(-1, (n, n)), recipe)
+    pre, post, res = ((flat @ phi.T) * normed).split(recipe.groups, -1)
+    biases = bias.split(recipe.groups)
+    pre = torch.sigmoid(pre * scale[0] + biases[0]) + recipe.pre_eps
+    post = recipe.post_scale * torch.sigmoid(post * scale[1] + biases[1])
+    res = _sinkhorn((res * scale[2] + biases[2]).unflatten(-1, (n, n)), recipe)
 
     x_in = (pre[..., None] * y.to(wide)).sum(-2)
-    if "out_norm_weight" in tensors:
-        x_in = x_in * torch.rsqrt(x_in.square().mean(-1, keepdim=True) + 1e-6) * tensors["out_norm_weight"]
-    return y, x_in.to(x.dtype), post, res
+    if out_norm_weight is not None:
+        x_in = x_in * torch.rsqrt(x_in.square().mean(-1, keepdim=True) + out_norm_eps) * out_norm_weight
+    return x_in.to(y.dtype), pre, post, res
 
 
 def _sinkhorn(logits: Tensor, recipe: Recipe) -> Tensor:

@@ -67,7 +67,8 @@ class LanguageModel(nn.Module):
         if recompute and self.streams is None:
             raise ValueError("recompute rebuilds streams, and residual='plain' has none: leave it out")
         check_loss(loss)
-        self.config, self.recompute, self.loss = config, recompute, loss
+        self.config, self.recompute = config, recompute
+        self.loss: Loss = loss
         with torch.device(device) if device is not None else contextlib.nullcontext():
             self.embedding = nn.Embedding(config.vocab_size, config.dim)
             self.blocks = nn.ModuleList(Block(config, index) for index in range(config.layers))

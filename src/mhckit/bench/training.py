@@ -1,0 +1,262 @@
+"""A whole training step of a language model, with each residual connection: what mHC costs end to end.
+
+Everything is bfloat16 but the parameters of connections, which are float32; AdamW, fused; blocks compiled. With
+recompute the sublayers are compiled instead, since its reads are not.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from mhckit import HyperConnection, Mix, Streams, param_groups
+from mhckit.models import MODEL_PRESETS, LanguageModel, ModelConfig
+
+from .baselines import plain_read, plain_write
+from .launches import device_events
+from .results import Line, append_lines
+from .timing import environment
+
+RECIPE = "deepseek_v4"
+WARM_UP = 3
+STEPS = 8
+# Losses of bfloat16 models that differ in how the connections round; a wrong connection is much farther off.
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True)
+class TrainingCase:
+    name: str
+    config: ModelConfig
+    batch: int
+    positions: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.positions
+
+
+WIDE = ModelConfig(vocab_size=32768, dim=4096, layers=20, heads=32, kv_heads=8, hidden=14336)
+CASES = (
+    TrainingCase("1b", MODEL_PRESETS["1b"], batch=4, positions=4096),
+    TrainingCase("C 4096", WIDE, batch=2, positions=4096),
+)
+
+
+class UnfusedConnection(HyperConnection):
+    """A HyperConnection as plain PyTorch: what torch.compile makes of it."""
+
+    def forward(self, streams: Any) -> tuple[Tensor, Streams]:
+        x = streams.x
+        if streams.mix is not None:
+            x = plain_write(x, streams.f, streams.mix.post, streams.mix.res)
+        parameters: Any = (self.phi, self.scale, self.bias, self.out_norm_weight)
+        h, pre, post, res = plain_read(x, *parameters, self.recipe, self.out_norm_eps)
+        return h, Streams(x, Mix(pre, post, res))
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    residual: str = RECIPE
+    unfused: bool = False
+    recompute: bool = False
+
+    def build(self, config: ModelConfig, device: str = "cuda") -> LanguageModel:
+        config = config.replace(residual=self.residual, dtype="bfloat16")
+        model = LanguageModel(config, recompute=self.recompute, loss="fused", device=device)
+        if self.unfused:
+            for module in model.modules():
+                if isinstance(module, HyperConnection):
+                    module.__class__ = UnfusedConnection
+        return model.to(torch.bfloat16)
+
+    def compile(self, model: LanguageModel) -> None:
+        torch.compiler.reset()
+        for block in model.blocks:
+            for module in (block.attn, block.mlp) if self.recompute else (block,):
+                module.compile(dynamic=False)  # type: ignore[operator]
+
+
+VARIANTS = (
+    Variant("plain", residual="plain"),
+    Variant("mhckit"),
+    Variant("mhckit, recompute", recompute=True),
+    Variant("unfused PyTorch", unfused=True),
+)
+
+
+def measure(case: TrainingCase, variants: tuple[Variant, ...] = VARIANTS) -> Iterator[Line]:
+    """A line per variant, and one for where the time of each goes; a loss unlike the others' is refused."""
+    expected: float = math.nan
+    for variant in variants:
+        line: Line = {"case": case.name, "variant": variant.name, **_size(case)}
+        try:
+            line |= _measure_variant(case, variant)
+        except torch.OutOfMemoryError:
+            yield {**line, "kind": "training", "absent": "out of memory"}
+            continue
+        finally:
+            _free()
+        if variant.residual != "plain":
+            expected = line["loss"] if math.isnan(expected) else expected
+            if not math.isclose(line["loss"], expected, rel_tol=TOLERANCE):
+                yield {**line, "kind": "refused"}
+                continue
+        yield {"kind": "training", **line}
+
+
+def _measure_variant(case: TrainingCase, variant: Variant) -> Line:
+    model = variant.build(case.config)
+    variant.compile(model)
+    optimizer = torch.optim.AdamW(param_groups(model), lr=1e-4, fused=True)
+    generator = torch.Generator("cuda").manual_seed(0)
+    tokens = torch.randint(
+        0, case.config.vocab_size, (case.batch, case.positions + 1), device="cuda", generator=generator
+    )
+
+    def forward() -> Tensor:
+        return model(tokens[:, :-1], tokens[:, 1:])
+
+    def step() -> Tensor:
+        loss = forward()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    first = step().item()
+    for _ in range(WARM_UP):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    milliseconds = _step_milliseconds(step)
+    peak = torch.cuda.max_memory_allocated()
+    activations = _activation_bytes(forward)
+    return {
+        "milliseconds": round(milliseconds, 3),
+        "tokens_per_second": round(1e3 * case.tokens / milliseconds),
+        "peak_bytes": peak,
+        "activation_bytes": activations,
+        "loss": first,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "where": where_time_goes(step),
+    }
+
+
+def _step_milliseconds(step: Callable[[], object]) -> float:
+    times = []
+    for _ in range(STEPS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def _activation_bytes(forward: Callable[[], Tensor]) -> int:
+    """What a forward leaves for its backward."""
+    before = torch.cuda.memory_allocated()
+    loss = forward()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    del loss
+    return held
+
+
+# Kernels of mhckit that a model's step launches.
+OWN_KERNELS = (
+    "write_project_kernel",
+    "read_kernel",
+    "read_bwd_kernel",
+    "streams_bwd_kernel",
+    "chunk_sums_kernel",
+    "finish_kernel",
+    "pack_phi_kernel",
+    "pack_dz_kernel",
+    "broadcast_kernel",
+)
+# Parts of a step by what their kernels are called, the first that fits.
+PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("mhckit", OWN_KERNELS),
+    ("attention", ("flash", "fmha", "sdpa", "attention")),
+    ("matrix products", ("gemm", "nvjet", "cutlass", "cublas", "splitk", "triton_tem")),
+    ("optimizer", ("adam",)),
+)
+REST = "everything else"
+
+
+def part_of(kernel: str) -> str:
+    lowered = kernel.lower()
+    return next((part for part, names in PARTS if any(name in lowered for name in names)), REST)
+
+
+def where_time_goes(step: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds on the device by part."""
+    parts = {part: 0.0 for part, _ in PARTS} | {REST: 0.0}
+    for event in device_events(step):
+        parts[part_of(event.name)] += event.microseconds / 1e3
+    return {part: round(milliseconds, 3) for part, milliseconds in parts.items()}
+
+
+def _free() -> None:
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _size(case: TrainingCase) -> Line:
+    config = case.config
+    return {"channels": config.dim, "layers": config.layers, "batch": case.batch, "positions": case.positions}
+
+
+def run_training(
+    output: Path | None, commit: str, console: Console, cases: tuple[TrainingCase, ...] = CASES
+) -> list[Line]:
+    base, lines = environment(commit), []
+    for case in cases:
+        measured = []
+        for line in measure(case):
+            measured.append({**base, **line})
+            console.print(f"{case.name}: {line['variant']}: {line.get('milliseconds', line.get('absent', 'refused'))}")
+            if output is not None:
+                append_lines(output, measured[-1:])
+        console.print(overhead_table(measured))
+        lines += measured
+    return lines
+
+
+def overhead_table(lines: list[Line]) -> Table:
+    title = "{case}: {layers} layers, C {channels}, {batch} x {positions} tokens, a training step"
+    table = Table(
+        "residual", "ms", "tokens/s", "over plain", "peak GB", "activations GB", "over plain",
+        title=title.format(**lines[0]), box=None,
+    )  # fmt: skip
+    plain = next((line for line in lines if line["variant"] == "plain" and "milliseconds" in line), None)
+    for line in lines:
+        if "milliseconds" not in line or line["kind"] == "refused":
+            table.add_row(line["variant"], line.get("absent", "refused: another loss"))
+            continue
+        over = f"{line['milliseconds'] / plain['milliseconds'] - 1:+.1%}" if plain else ""
+        memory = f"{line['activation_bytes'] / plain['activation_bytes']:.2f}x" if plain else ""
+        table.add_row(
+            line["variant"],
+            f"{line['milliseconds']:.1f}",
+            str(line["tokens_per_second"]),
+            over,
+            f"{line['peak_bytes'] / 1e9:.1f}",
+            f"{line['activation_bytes'] / 1e9:.2f}",
+            memory,
+        )
+    return table
