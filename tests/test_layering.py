@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"modules", "ops", "recipe"},
     "compat": {"", "modules", "ops", "recipe"},
     "testing": {"", "recipe"},
-    "bench": {"", "integrations", "kernels", "recipe", "testing"},
+    "bench": {"", "integrations", "kernels", "models", "recipe", "testing"},
     "cli": {"bench"},
     "__main__": {"cli"},
     "": {"modules", "ops", "recipe"},

@@ -2,20 +2,26 @@
 
 mhckit bench                          measure everything; --quick, --only and --claims measure something else
 mhckit bench model                    a whole model of transformers, with and without mhckit
+mhckit bench training                 what mHC costs a training step
 mhckit bench plot RESULTS             pictures from measurements
 mhckit bench readme                   the README's table from measurements
+mhckit train                          train a language model; alone, or started by torchrun
+mhckit export RUN FILE                a run's weights as safetensors
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
 from mhckit.bench.sections import Section
+from mhckit.train.flags import with_flags
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Manifold-Constrained Hyper-Connections.")
 bench = typer.Typer(add_completion=False)
@@ -63,10 +69,10 @@ def run(
 
 @bench.command()
 def model(
-    hidden: Annotated[int, typer.Option(help="Width of the model, a multiple of 128.", min=128)] = 2048,
+    hidden: Annotated[int, typer.Option(help="Width of the model, a multiple of 128.", min=128)] = 4096,
     layers: Annotated[int, typer.Option(min=1)] = 4,
     batch: Annotated[int, typer.Option(min=1)] = 2,
-    tokens: Annotated[int, typer.Option(help="Tokens per sequence.", min=1)] = 2048,
+    tokens: Annotated[int, typer.Option(help="Tokens per sequence.", min=1)] = 4096,
     output: Annotated[Path | None, typer.Option(help="Append JSON lines here.")] = None,
     commit: Annotated[str, typer.Option(help="The commit that is measured.")] = "unknown",
 ) -> None:
@@ -76,6 +82,24 @@ def model(
 
     console = Console(width=_WIDTH_OF_TABLES)
     lines = run_whole_model(hidden, layers, batch, tokens, output, commit, console)
+    if any(line["kind"] == "refused" for line in lines):
+        raise SystemExit(1)
+
+
+@bench.command()
+def training(
+    case: Annotated[str | None, typer.Option(help="Measure one case alone: 1b, or C 4096.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Append JSON lines here.")] = None,
+    commit: Annotated[str, typer.Option(help="The commit that is measured.")] = "unknown",
+) -> None:
+    """Time a training step with the plain residual, with mhckit and with plain PyTorch's mHC. Needs a CUDA GPU."""
+    _need_a_gpu()
+    from mhckit.bench.training import CASES, run_training
+
+    cases = tuple(each for each in CASES if case in (None, each.name))
+    if not cases:
+        raise SystemExit(f"--case must be one of {', '.join(each.name for each in CASES)}, got {case!r}")
+    lines = run_training(output, commit, Console(width=_WIDTH_OF_TABLES), cases)
     if any(line["kind"] == "refused" for line in lines):
         raise SystemExit(1)
 
@@ -104,6 +128,56 @@ def readme(
 
     path.write_text(with_results(path.read_text(), results))
     page.write_text(with_trace(page.read_text(), results))
+
+
+@app.command()
+@with_flags
+def train(
+    config: Annotated[Path | None, typer.Option(help="YAML with any of the options; flags win over it.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="tiny, deep, 120m, 1b, 3b, 9b or 27b.", show_default="tiny")
+    ] = None,
+    scale: Annotated[float | None, typer.Option(help="Width and depth of the preset, multiplied.")] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the YAML of this run, and stop.")] = False,
+    *,
+    flags: dict[str, Any],
+) -> None:
+    """Train a language model on text. Without options: a tiny one, on Python's own sources.
+
+    One process, or many with `torchrun --nproc-per-node 8 -m mhckit train ...`. A run that was interrupted goes on when
+    the same command is given again.
+    """
+    from mhckit.train import Trainer, load_config
+    from mhckit.train.presets import to_yaml
+
+    flags.update({name: value for name, value in (("preset", preset), ("scale", scale)) if value is not None})
+    with _errors_in_a_line():
+        run = load_config(config, **flags)
+        if print_config:
+            print(to_yaml(run), end="")
+            return
+        Trainer(run).run()
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="Folder of a run, whose latest checkpoint is taken, or a checkpoint.")],
+    file: Annotated[Path, typer.Argument(help="The .safetensors file to write.")],
+) -> None:
+    """Write a checkpoint's weights as one safetensors file."""
+    from mhckit.train.checkpoint import export_safetensors, latest
+
+    with _errors_in_a_line():
+        print(export_safetensors(latest(source / "checkpoints") or source, file))
+
+
+@contextlib.contextmanager
+def _errors_in_a_line() -> Iterator[None]:
+    """What a user can put right needs no traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, ImportError, FloatingPointError) as error:
+        raise SystemExit(f"mhckit: {error}") from error
 
 
 def main() -> None:

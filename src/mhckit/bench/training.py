@@ -60,8 +60,10 @@ class UnfusedConnection(HyperConnection):
         x = streams.x
         if streams.mix is not None:
             x = plain_write(x, streams.f, streams.mix.post, streams.mix.res)
-        parameters: Any = (self.phi, self.scale, self.bias, self.out_norm_weight)
-        h, pre, post, res = plain_read(x, *parameters, self.recipe, self.out_norm_eps)
+        assert self.phi is not None and self.scale is not None
+        h, pre, post, res = plain_read(
+            x, self.phi, self.scale, self.bias, self.out_norm_weight, self.recipe, self.out_norm_eps
+        )
         return h, Streams(x, Mix(pre, post, res))
 
 
