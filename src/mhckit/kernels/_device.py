@@ -73,23 +73,20 @@ def _join_halves(tensors):
 
 @triton.jit
 def collapse(weights, streams, N: tl.constexpr):
-    """sum_i weights_i streams_i"""
+    """sum_i weights_i streams_i, to the same bits in every kernel: left to itself, the compiler fuses either product of
+    a first sum into it.
+    """
     total = weights[0] * streams[0]
     for i in tl.static_range(1, N):
-        total += weights[i] * streams[i]
+        total = tl.fma(weights[i], streams[i], total)
     return total
 
 
 @triton.jit
 def write_stream(o: tl.constexpr, streams, f, post, res, N: tl.constexpr):
-    """y_o = sum_i res[o,i] x_i + post_o f, unrounded; res is () for identity."""
-    if len(res) == 0:
-        mixed = streams[o]
-    else:
-        mixed = res[o * N] * streams[0]
-        for i in tl.static_range(1, N):
-            mixed += res[o * N + i] * streams[i]
-    return mixed + post[o] * f
+    """y_o = sum_i res[o,i] x_i + post_o f, unrounded, to the same bits in every kernel; res is () for identity."""
+    mixed = streams[o] if len(res) == 0 else collapse(res[o * N : (o + 1) * N], streams, N)
+    return tl.fma(post[o], f, mixed)
 
 
 @triton.jit
