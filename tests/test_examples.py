@@ -1,4 +1,4 @@
-"""The examples run. (`make demo` runs the other one.)"""
+"""The examples run."""
 
 from __future__ import annotations
 
@@ -16,3 +16,11 @@ def test_finetune_deepseek_v4(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "loss " in done.stdout
     assert (tmp_path / "model.safetensors").exists()
+
+
+def test_demo(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "examples" / "demo.py"), "--steps", "2", "--out", str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "mHC, 4 streams" in done.stdout and f"picture: {tmp_path / 'demo.png'}" in done.stdout
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

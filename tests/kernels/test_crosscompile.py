@@ -20,7 +20,7 @@ def test_kernels_compile_fit_and_do_not_spill() -> None:
 
 
 def test_the_check_can_fail() -> None:
-    """It sees a kernel that spills, and one that fuses products into sums across threads."""
+    """It sees a kernel that spills, one that fuses products into sums across threads, and one with wrong offsets."""
     code = f"""
 import sys
 sys.path.insert(0, {str(TOOL.parent)!r})
@@ -35,6 +35,9 @@ assert len(found) == 1 and "bytes of stack" in found[0], found
 shuffled = ["SHFL.BFLY PT, R5, R2, 0x10, 0x1f", "MOV R7, R1", "FFMA R5, R0, R0, R5"]
 assert crosscompile._fused_sums(shuffled) == 1
 assert crosscompile._fused_sums([shuffled[0], "FADD R5, R2, R5", shuffled[2]]) == 0
+widened = ["mul.wide.u32 %rd39, %r4, 16777216;", "or.b64 %rd40, %rd39, %rd38;", "mov.b64 {{_, %r5}}, %rd40;"]
+assert crosscompile._lost_truncations(chr(10).join(widened)) == 1
+assert crosscompile._lost_truncations(chr(10).join(["mul.wide.u32 %rd39, %r4, 2;", *widened[1:]])) == 0
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 

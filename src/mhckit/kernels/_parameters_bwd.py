@@ -68,12 +68,11 @@ def chunk_sums_kernel(
     STAGES: tl.constexpr,
 ):
     """Sums over a chunk of tokens for a tile of channels: V of STREAMS streams, and their share of dn."""
-    TILES: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     IN_PARTS: tl.constexpr = y.dtype.element_ty == tl.bfloat16
-    stream = tl.program_id(0) // TILES * STREAMS
-    c = tl.program_id(0) % TILES * BLOCK_C + tl.arange(0, BLOCK_C)
+    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     here = channels_exist(c, C, BLOCK_C)
-    chunk = tl.program_id(1).to(tl.int64)
+    stream = tl.program_id(1) * STREAMS
+    chunk = tl.program_id(2).to(tl.int64)
     V = ()
     for _ in tl.static_range(STREAMS * ROW_BLOCKS):
         V = V + (tl.zeros((2 * ROWS if IN_PARTS else ROWS, BLOCK_C), tl.float32),)
@@ -320,7 +319,7 @@ def chunk_sums(
     norm_slots = None if norm is None else empty(y, chunks * (N // streams), C, dtype=FLOAT)
     chunk_tokens = cdiv(cdiv(T, chunks), launch.block_t) * launch.block_t
     run(
-        chunk_sums_kernel, (N // streams * cdiv(C, launch.block_c), chunks),
+        chunk_sums_kernel, (cdiv(C, launch.block_c), N // streams, chunks),
         y, dz_parts, *(norm or (None, None)), slots if dphi is None else dphi, norm_slots, T, chunk_tokens, C, rows,
         N=N, STREAMS=streams, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION, **launch.meta(),
     )  # fmt: skip

@@ -85,7 +85,8 @@ class LanguageModel(nn.Module):
         with self._rebuilding():
             for block in self.blocks:
                 streams = block(streams, angles)
-        h = rms_norm(self.head(streams), self.norm_weight, self.config.norm_eps)
+            h = self.head(streams)
+        h = rms_norm(h, self.norm_weight, self.config.norm_eps)
         return h if targets is None else next_token_loss(h, self.output_weight, targets, self.loss)
 
     @property

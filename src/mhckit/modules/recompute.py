@@ -37,9 +37,11 @@ class recompute:
         with mhckit.recompute(model.blocks):
             for block in model.blocks:
                 streams = block(streams)
+            h = model.head(streams)
 
     Gradients are the same bits as without. Sublayers may hold anything, dropout and activation checkpointing included:
-    they are not run again. It goes around a loop over blocks that read and write Streams: the saving is between reads.
+    they are not run again. It goes around a loop over blocks that read and write Streams, and around the head, which
+    holds the last streams: the saving is between reads.
     Inside a checkpointed function it keeps what the checkpoint would not have.
 
     Under torch.compile what lies between reads is compiled, and the reads are not: compile sublayers, or whole blocks
