@@ -28,6 +28,7 @@ bench = typer.Typer(add_completion=False)
 app.add_typer(bench, name="bench")
 
 _RESULTS = Path("benchmarks/results/junction.jsonl")
+_STEPS = Path("benchmarks/results/training.jsonl")
 _WIDTH_OF_TABLES = 140
 
 
@@ -122,12 +123,15 @@ def readme(
     results: Annotated[Path, typer.Option(help="JSON lines that `mhckit bench` wrote.")] = _RESULTS,
     path: Annotated[Path, typer.Option(help="The file with the block of results.")] = Path("README.md"),
     page: Annotated[Path, typer.Option(help="The file with the block of a trace.")] = Path("docs/performance.md"),
+    steps: Annotated[Path, typer.Option(help="JSON lines that `mhckit bench training` wrote.")] = _STEPS,
+    costs: Annotated[Path, typer.Option(help="The file with the block of costs.")] = Path("docs/training.md"),
 ) -> None:
-    """Write the results in the README and in docs/performance.md anew from the committed measurements."""
-    from mhckit.bench.readme import with_results, with_trace
+    """Write the results in the README and in docs/ anew from the committed measurements."""
+    from mhckit.bench.readme import with_costs, with_results, with_trace
 
     path.write_text(with_results(path.read_text(), results))
     page.write_text(with_trace(page.read_text(), results))
+    costs.write_text(with_costs(costs.read_text(), steps))
 
 
 @app.command()
@@ -169,6 +173,19 @@ def export(
 
     with _errors_in_a_line():
         print(export_safetensors(latest(source / "checkpoints") or source, file))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs, or a file with the metrics of several.")],
+    output: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")] = Path("comparison.png"),
+) -> None:
+    """Draw the losses, gradient norms and composite gains of some runs. Needs matplotlib."""
+    from mhckit.train.compare import read_runs
+    from mhckit.train.pictures import training_picture
+
+    with _errors_in_a_line():
+        print(training_picture(read_runs(runs), None, output))
 
 
 @contextlib.contextmanager

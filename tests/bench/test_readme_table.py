@@ -7,8 +7,19 @@ from pathlib import Path
 import pytest
 import sample
 
-from mhckit.bench.readme import BEGIN, END, NOTHING, TRACE_BEGIN, TRACE_END, with_results, with_trace
-from mhckit.bench.results import append_lines
+from mhckit.bench.readme import (
+    BEGIN,
+    COST_BEGIN,
+    COST_END,
+    END,
+    NOTHING,
+    TRACE_BEGIN,
+    TRACE_END,
+    with_costs,
+    with_results,
+    with_trace,
+)
+from mhckit.bench.results import Line, append_lines
 
 ROOT = Path(__file__).parents[2]
 README = f"before\n{BEGIN}\nstale\n{END}\nafter\n"
@@ -53,3 +64,24 @@ def test_results_of_the_newest_commit(tmp_path: Path) -> None:
 def test_one_block_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"one block between .* found 0"):
         with_results("no block", tmp_path / "none.jsonl")
+
+
+def _step(variant: str, milliseconds: float, **more: object) -> Line:
+    size = dict(case="small", channels=8, layers=2, batch=1, positions=4, parameters=2e9, tokens_per_second=40)
+    memory = dict(peak_bytes=3e9, activation_bytes=milliseconds * 1e7, where={"mhckit": 1.25})
+    return dict(kind="training", variant=variant, milliseconds=milliseconds, **size, **memory, **sample.FACTS, **more)
+
+
+def test_costs_are_beside_the_plain_residual_of_the_same_run(tmp_path: Path) -> None:
+    results = tmp_path / "training.jsonl"
+    append_lines(results, [_step("plain", 100.0), _step("mhckit", 107.5)])
+    append_lines(results, [line | {"commit": "later"} for line in (_step("plain", 200.0), _step("mhckit", 210.0))])
+    written = with_costs(f"{COST_BEGIN}\n{COST_END}", results)
+    assert "| mhckit | 107.5 | +7.5% | 40 | 3.0 | 1.1 (1.07x) | 1.2 |" in written
+    assert "| mhckit | 210.0 | +5.0% | 40 | 3.0 | 2.1 (1.05x) | 1.2 |" in written
+    assert written.count("2 layers, C 8, 1 x 4 tokens, 2.0B parameters") == 2 and "commit later" in written
+
+
+def test_the_page_on_training_is_not_stale() -> None:
+    page = ROOT / "docs" / "training.md"
+    assert with_costs(page.read_text(), ROOT / "benchmarks/results/training.jsonl") == page.read_text(), "make readme"

@@ -10,6 +10,7 @@ from .results import Line, by_case, case_label, case_of, newest, of_kind, read_l
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 TRACE_BEGIN, TRACE_END = "<!-- trace: begin -->", "<!-- trace: end -->"
+COST_BEGIN, COST_END = "<!-- cost: begin -->", "<!-- cost: end -->"
 NOTHING = "No results committed yet."
 
 
@@ -23,6 +24,12 @@ def with_trace(page: str, results: Path) -> str:
     """A page with its block as the profiler's trace of one step has it."""
     block = trace_block(newest(read_lines(results))) if results.exists() else NOTHING
     return _with_block(page, TRACE_BEGIN, TRACE_END, block)
+
+
+def with_costs(page: str, results: Path) -> str:
+    """A page with its block as the measured training steps have it."""
+    block = cost_block(read_lines(results)) if results.exists() else NOTHING
+    return _with_block(page, COST_BEGIN, COST_END, block)
 
 
 def _with_block(text: str, begin: str, end: str, block: str) -> str:
@@ -49,6 +56,40 @@ def trace_block(lines: list[Line]) -> str:
     rows.append(["sum", f"{sum(line['microseconds'] for line in of_case):.1f}"])
     heading = f"One junction, forward and backward, {case_label(case)}, commit {trace[0]['commit']}:"
     return f"{heading}\n\n{_markdown(['on the device', 'us'], rows)}"
+
+
+def cost_block(lines: list[Line]) -> str:
+    """Training steps, a table for every run and case: time and memory beside the plain residual's, and where time is."""
+    tables = []
+    for commit in dict.fromkeys(line["commit"] for line in lines):
+        of_run = of_kind(lines, "training", commit=commit)
+        for case in dict.fromkeys(line["case"] for line in of_run):
+            tables.append(_costs([line for line in of_run if line["case"] == case]))
+    return "\n\n".join(tables)
+
+
+def _costs(lines: list[Line]) -> str:
+    plain = lines[0]
+    assert plain["variant"] == "plain", "a case is measured with the plain residual first"
+    rows = [
+        [
+            line["variant"],
+            f"{line['milliseconds']:.1f}",
+            f"{line['milliseconds'] / plain['milliseconds'] - 1:+.1%}",
+            str(line["tokens_per_second"]),
+            f"{line['peak_bytes'] / 1e9:.1f}",
+            f"{line['activation_bytes'] / 1e9:.1f} ({line['activation_bytes'] / plain['activation_bytes']:.2f}x)",
+            *(f"{milliseconds:.1f}" for milliseconds in line["where"].values()),
+        ]
+        for line in lines
+    ]
+    heading = (
+        f"{plain['layers']} layers, C {plain['channels']}, {plain['batch']} x {plain['positions']} tokens, "
+        f"{plain['parameters'] / 1e9:.1f}B parameters, {plain['device']}, torch {plain['torch']}, commit "
+        f"{plain['commit']}:"
+    )
+    columns = ["residual", "ms / step", "over plain", "tokens / s", "peak, GB", "activations, GB"]
+    return f"{heading}\n\n{_markdown([*columns, *(f'{part}, ms' for part in plain['where'])], rows)}"
 
 
 def _setting(lines: list[Line]) -> str:

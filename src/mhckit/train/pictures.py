@@ -94,6 +94,9 @@ def _draw_loss(axes: Axes, runs: Mapping[str, Sequence[Line]]) -> None:
         axes.plot([], [], "o", color="gray", markersize=4, label="validation")
     axes.set_title("Training loss: smoothed, and every step")
     axes.set_ylabel("loss (nats per token)")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     finite = [start for start in starts if math.isfinite(start)]
     if finite:  # a run that diverges leaves the picture instead of flattening the others
         axes.set_ylim(top=1.05 * max(finite))

@@ -16,6 +16,7 @@ from .config import IDENTITY, TrainConfig
 from .presets import read_yaml, to_yaml
 
 Line = dict[str, Any]
+METRICS = "metrics.jsonl"
 
 
 class RunFolder:
@@ -24,7 +25,7 @@ class RunFolder:
     def __init__(self, config: TrainConfig) -> None:
         self.path = Path(config.out) / config.run_name
         self.config_file = self.path / "config.yaml"
-        self.metrics_file = self.path / "metrics.jsonl"
+        self.metrics_file = self.path / METRICS
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.memory_snapshot = self.path / "memory.pickle"
