@@ -6,6 +6,7 @@ mhckit bench training                 what mHC costs a training step
 mhckit bench plot RESULTS             pictures from measurements
 mhckit bench readme                   the README's table from measurements
 mhckit train                          train a language model; alone, or started by torchrun
+mhckit compare RUN ...                a picture of some runs
 mhckit export RUN FILE                a run's weights as safetensors
 """
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from processes import WORLD, run_in_two
@@ -12,8 +15,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mhckit import HyperConnection, HyperHead
 from mhckit.models import LanguageModel, ModelConfig
+from mhckit.modules import _rebuild
 
 CONFIG = ModelConfig(vocab_size=31, dim=16, layers=4, heads=2, hidden=24, dtype="bfloat16", residual="deepseek_v4")
+
+
+@contextlib.contextmanager
+def _rebuilt() -> Iterator[list[None]]:
+    """An entry for every group that is rebuilt."""
+    count: list[None] = []
+    rebuild = _rebuild.Group._rebuild
+
+    def counting(group: _rebuild.Group) -> None:
+        count.append(None)
+        rebuild(group)
+
+    with mock.patch.object(_rebuild.Group, "_rebuild", counting):
+        yield count
 
 
 def _gradients(rank: int, recompute: bool | int) -> list[Tensor]:
@@ -30,7 +48,9 @@ def _gradients(rank: int, recompute: bool | int) -> list[Tensor]:
     fully_shard(model, mp_policy=others)
     tokens = torch.randint(0, CONFIG.vocab_size, (2 * WORLD, 9), generator=torch.Generator().manual_seed(0))
     tokens = tokens[2 * rank : 2 * rank + 2]
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    with _rebuilt() as count:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert (len(count) > 0) == bool(recompute)
     gradients: list[Any] = [parameter.grad for parameter in model.parameters()]
     assert all(gradient is not None for gradient in gradients)
     return [gradient.full_tensor() for gradient in gradients]

@@ -172,6 +172,7 @@ def test_scaled() -> None:
     half = MODEL_PRESETS["1b"].scaled(0.5)
     assert (half.dim, half.heads, half.kv_heads, half.layers, half.hidden) == (1024, 8, 4, 8, 4096)
     assert MODEL_PRESETS["27b"].scaled(0.01).layers == 1
+    assert [MODEL_PRESETS[name].scaled(0.5).dim for name in ("3b", "9b", "27b")] == [640, 1024, 1280]
 
 
 def test_a_recipe_as_the_residual() -> None:
@@ -179,6 +180,9 @@ def test_a_recipe_as_the_residual() -> None:
     config = SMALL.replace(residual=recipe)
     assert config.recipe == recipe and config.replace(dim=48).recipe == recipe
     assert SMALL.replace(residual=Recipe()).recipe == Recipe()
+    assert config.streams == 2 and SMALL.replace(streams=2, residual=Recipe()).streams == 4
+    with pytest.raises(ValueError, match="streams must be those of the residual's recipe, 2, got 3"):
+        config.replace(streams=3)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +205,9 @@ def test_bad_configs(fields: dict[str, Any], message: str) -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="residual='plain' has none"):
         LanguageModel(SMALL.replace(residual="plain"), recompute=True)
+    for recompute in (-3, "auto"):
+        with pytest.raises(ValueError, match="recompute must be a bool or a positive int"):
+            LanguageModel(SMALL, recompute=recompute)
     with pytest.raises(ValueError, match="loss must be one of full, chunked, fused, got 'fast'"):
         LanguageModel(SMALL, loss="fast")
     with pytest.raises(ValueError, match=r"targets must be \[...\] = \(2, 9\)"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -56,6 +58,15 @@ class Network(nn.Module):
         return self.head(streams)
 
 
+@contextlib.contextmanager
+def _watched(context: mhckit.recompute) -> Iterator[list[Any]]:
+    """What the context saves, in a list."""
+    pack, packed = context._pack, []
+    context._pack = lambda tensor: packed.append(pack(tensor)) or packed[-1]
+    with context:
+        yield packed
+
+
 def _inputs(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(2, TOKENS, DIM, generator=torch.Generator().manual_seed(2)).to(dtype)
 
@@ -68,10 +79,17 @@ def _gradients(network: nn.Module, compute: Callable[[Tensor], Tensor], dtype: t
     return [leaf.grad for leaf in (h, *network.parameters()) if leaf.grad is not None]
 
 
-def _assert_same_bits(network: nn.Module, dtype: torch.dtype = torch.float32, every: int | None = None, **call: Any):
+def _assert_same_bits(network: Network, dtype: torch.dtype = torch.float32, every: int | None = None, **call: Any):
+    """As without; and of every read that is not the first of its group, what is saved is to be rebuilt."""
+
     def recomputed(h: Tensor) -> Tensor:
-        with mhckit.recompute(network, every=every):
-            return network(h, **call)
+        context = mhckit.recompute(network, every=every)
+        with _watched(context) as packed:
+            out = network(h, **call)
+        reads = len(network.connections)
+        rebuilt = {(id(saved.handle.group), saved.handle.key) for saved in packed if saved.handle is not None}
+        assert len(rebuilt) >= reads - math.ceil(reads / context.every)
+        return out
 
     plain = _gradients(network, lambda h: network(h, **call), dtype)
     again = _gradients(network, recomputed, dtype)
@@ -154,6 +172,122 @@ def test_tensor_written_into_after_it_was_kept() -> None:
         loss.backward()
 
 
+def test_output_written_into_after_it_was_handed_over() -> None:
+    """Also where only what is rebuilt needs it."""
+    network, outputs = Network(Recipe()), []
+    with mhckit.recompute(network, every=100):
+        loss = network(_inputs(), run=lambda sublayer, h: outputs.append(sublayer(h)) or outputs[-1]).sum()
+    with torch.no_grad():
+        outputs[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, network.sublayers[-1].up.weight)
+
+
+def _two_chains(network: Network, h: Tensor) -> Tensor:
+    one = two = Streams.expand(h, 4)
+    for connection, sublayer in zip(network.connections, network.sublayers, strict=True):
+        (first, one), (second, two) = connection(one), connection(two)
+        one, two = one.write(sublayer(first)), two.write(sublayer(2 * second))
+    return network.head(one) + network.head(two)
+
+
+def _side_branch(network: Network, h: Tensor) -> Tensor:
+    streams, extra = Streams.expand(h, 4), []
+    for connection, sublayer in zip(network.connections, network.sublayers, strict=True):
+        before = streams
+        h, streams = connection(before)
+        streams = streams.write(sublayer(h))
+        side, branch = network.connections[0](before)
+        extra.append(network.head(branch.write(side.tanh())))
+    return network.head(streams) + sum(extra)
+
+
+def _changed_streams(network: Network, h: Tensor) -> Tensor:
+    streams = Streams.expand(h, 4)
+    for connection, sublayer in zip(network.connections, network.sublayers, strict=True):
+        h, streams = connection(Streams(1.5 * streams.x, streams.mix, streams.f))
+        streams = streams.write(sublayer(h))
+    return network.head(streams)
+
+
+def _operator_between(network: Network, h: Tensor) -> Tensor:
+    streams, own = Streams.expand(h, 4), network.connections[0]
+    for index, (connection, sublayer) in enumerate(zip(network.connections, network.sublayers, strict=True)):
+        if index == 2:
+            x, h, mix = mhckit.junction(
+                streams.x, streams.f, streams.mix, own.phi, own.scale, own.bias, recipe=network.recipe
+            )
+            streams = Streams(x, mix).write(h.tanh())
+        h, streams = connection(streams)
+        streams = streams.write(sublayer(h))
+    return network.head(streams)
+
+
+def _part_without_gradients(network: Network, h: Tensor) -> Tensor:
+    streams = Streams.expand(h, 4)
+    for index, (connection, sublayer) in enumerate(zip(network.connections, network.sublayers, strict=True)):
+        with torch.set_grad_enabled(index != 3):
+            h, streams = connection(streams)
+            streams = streams.write(sublayer(h))
+    return network.head(streams)
+
+
+def _nested(network: Network, h: Tensor) -> Tensor:
+    streams = Streams.expand(h, 4)
+    for index, (connection, sublayer) in enumerate(zip(network.connections, network.sublayers, strict=True)):
+        with mhckit.recompute(every=2) if index == 3 else contextlib.nullcontext():
+            h, streams = connection(streams)
+        streams = streams.write(sublayer(h))
+    return network.head(streams)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [_two_chains, _side_branch, _changed_streams, _operator_between, _part_without_gradients, _nested],
+    ids=lambda function: function.__name__.strip("_"),
+)
+def test_reads_that_do_not_follow_each_other(compute: Callable[[Network, Tensor], Tensor]) -> None:
+    network = Network(Recipe())
+
+    def recomputed(h: Tensor) -> Tensor:
+        with mhckit.recompute(every=100):
+            return compute(network, h)
+
+    plain = _gradients(network, lambda h: compute(network, h), torch.float32)
+    again = _gradients(network, recomputed, torch.float32)
+    for want, got in zip(plain, again, strict=True):
+        assert want.isfinite().all()
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+
+
+def test_a_forward_in_another_thread_is_left_alone() -> None:
+    network, other, outputs = Network(Recipe()), Network(Recipe()), []
+    with mhckit.recompute(network, every=100):
+        thread = threading.Thread(target=lambda: outputs.append(other(_inputs())))
+        thread.start()
+        thread.join()
+        loss = network(_inputs()).sum()
+    loss.backward()
+    assert torch.equal(outputs[0], other(_inputs()))
+
+
+def test_where_hooks_are_disabled_nothing_stays_behind() -> None:
+    with (
+        pytest.raises(RuntimeError, match="no hooks here"),
+        torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"),
+        mhckit.recompute(every=2),
+    ):
+        pass
+    assert streams_module._observer is None and not streams_module._observed
+
+
+def test_connections_of_a_class_of_ones_own() -> None:
+    class Custom(HyperConnection):
+        pass
+
+    assert mhckit.recompute([Custom(DIM) for _ in range(32)]).every == 4
+
+
 class _Bytes:
     """Storages that autograd holds through hooks, each counted once."""
 
@@ -180,18 +314,15 @@ def _held_bytes(network: Network, every: int | None) -> int:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: held.add(t) or t, lambda t: t):
             out = network(_inputs(), run=run)
         return held.without([*parameters, out])
-    packed = []
-    context = mhckit.recompute(every=every)
-    pack = context._pack
-    context._pack = lambda tensor: packed.append(pack(tensor)) or packed[-1]
-    with context:
+    with _watched(mhckit.recompute(every=every)) as packed:
         out = network(_inputs(), run=run)
     for saved in packed:
         if saved.handle is None:
-            held.add(saved.tensor)
+            held.add(saved.kept.tensor)
         else:
             group = saved.handle.group
-            held.add(group.x, *(part for step in group.steps for part in (step.f, step.post, step.res, step.weights)))
+            parts = [group.x, *(part for step in group.steps for part in (step.f, step.post, step.res, step.weights))]
+            held.add(*(part.tensor for part in parts))
     return held.without([*parameters, out])
 
 
@@ -226,10 +357,7 @@ def test_default_group_size_counts_connections() -> None:
 
 def test_memory_is_let_go_of_in_backward() -> None:
     network = Network(Recipe(), sublayers=9)
-    context = mhckit.recompute(network, every=3)
-    pack, packed = context._pack, []
-    context._pack = lambda tensor: packed.append(pack(tensor)) or packed[-1]
-    with context:
+    with _watched(mhckit.recompute(network, every=3)) as packed:
         loss = network(_inputs()).sum()
     groups = {saved.handle.group for saved in packed if saved.handle is not None}
     assert len(groups) == 3
@@ -252,8 +380,10 @@ def test_compiled_network(backend: str) -> None:
     compiled(_inputs())  # compiled without, first: the reads of this graph are not seen again
 
     def recomputed(h: Tensor) -> Tensor:
-        with mhckit.recompute(network, every=3):
-            return compiled(h)
+        with _watched(mhckit.recompute(network, every=3)) as packed:
+            out = compiled(h)
+        assert {saved.handle.key for saved in packed if saved.handle is not None} >= {(0, "y"), (1, "y")}
+        return out
 
     plain = _gradients(network, network, torch.float32)
     again = _gradients(network, recomputed, torch.float32)

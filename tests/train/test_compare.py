@@ -31,6 +31,13 @@ def test_folders_and_files(tmp_path: Path) -> None:
     }
 
 
+def test_two_of_one_name(tmp_path: Path) -> None:
+    for folder, loss in (("a", 1.0), ("b", 2.0)):
+        _write(tmp_path / folder / "run" / "metrics.jsonl", {"step": 1, "loss": loss})
+    first, second = read_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"]).values()
+    assert (first[0]["loss"], second[0]["loss"], len(first), len(second)) == (1.0, 2.0, 1, 1)
+
+
 def test_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither the folder of a run"):
         read_runs([tmp_path])

@@ -71,10 +71,10 @@ def _configs(folder: Path) -> dict[str, TrainConfig]:
     }
 
 
-def _train_all(rank: int, folder: str) -> None:
-    for config in _configs(Path(folder)).values():
+def _train_all(rank: int, configs: list[TrainConfig]) -> None:
+    for config in configs:
         Trainer(config, show=False).run()
-    _check_dtypes(rank, small_config(Path(folder)))
+    _check_dtypes(rank, configs[0].replace(parallel="fsdp"))
 
 
 def _check_dtypes(rank: int, config: TrainConfig) -> None:
@@ -100,8 +100,8 @@ def _check_dtypes(rank: int, config: TrainConfig) -> None:
 
 def test_started_by_others(tmp_path: Path) -> None:
     """One pair of processes for all of it: starting them takes longer than what they do."""
-    run_in_two(_train_all, tmp_path, str(tmp_path))
     configs = _configs(tmp_path)
+    run_in_two(_train_all, tmp_path, list(configs.values()))
     _assert_equals_one_process(configs["ddp"])
     _assert_equals_one_process(configs["recompute"])
     # One process goes on with what two began.

@@ -59,7 +59,7 @@ def trace_block(lines: list[Line]) -> str:
 
 
 def cost_block(lines: list[Line]) -> str:
-    """Training steps, a table for every run and case: time and memory beside the plain residual's, and where time is."""
+    """Training steps, a table for every run and case: time, memory and parts, beside the plain residual's."""
     tables = []
     for commit in dict.fromkeys(line["commit"] for line in lines):
         of_run = of_kind(lines, "training", commit=commit)

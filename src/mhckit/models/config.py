@@ -28,8 +28,8 @@ class ModelConfig:
         heads, kv_heads: of queries, and of keys and values (kv_heads None: as many).
         hidden: width inside the MLP; None takes 8/3 of dim, rounded up to a multiple of 256.
         residual: "plain"; "mhc" (the paper's) or the name of any preset of Recipe, such as "hc" or "deepseek_v4"; or a
-            Recipe's key, as ``Recipe.key`` writes it.
-        streams: N, for a residual given by name.
+            Recipe's key, as ``Recipe.key`` writes it. A Recipe becomes its key.
+        streams: N, for a residual given by name; a Recipe brings its own.
         rope_theta: base of the rotary embedding.
         norm_eps: of every RMSNorm of the model.
         tied: the embedding is the output projection, too.
@@ -42,7 +42,7 @@ class ModelConfig:
     heads: int = 8
     kv_heads: int | None = None
     hidden: int | None = None
-    residual: str = "mhc"
+    residual: str | Recipe = "mhc"
     streams: int = 4
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
@@ -51,6 +51,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.residual, Recipe):
+            object.__setattr__(self, "streams", self.residual.streams)
             object.__setattr__(self, "residual", _name_of(self.residual))
         for name in ("vocab_size", "dim", "layers", "heads", "streams"):
             _check_count(name, getattr(self, name))
@@ -68,16 +69,20 @@ class ModelConfig:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if not self.norm_eps > 0 or not self.rope_theta > 0:
             raise ValueError(f"norm_eps and rope_theta must be positive, got {self.norm_eps} and {self.rope_theta}")
-        _ = self.recipe
+        if self.recipe is not None and self.recipe.streams != self.streams:
+            raise ValueError(
+                f"streams must be those of the residual's recipe, {self.recipe.streams}, got {self.streams}"
+            )
 
     @property
     def recipe(self) -> Recipe | None:
         """The math of the residual connection; None for the plain one."""
-        if self.residual == PLAIN:
+        residual = str(self.residual)
+        if residual == PLAIN:
             return None
-        if "=" in self.residual:
-            return Recipe.from_key(self.residual)
-        name = RECIPE_NAMES.get(self.residual, self.residual)
+        if "=" in residual:
+            return Recipe.from_key(residual)
+        name = RECIPE_NAMES.get(residual, residual)
         if name not in Recipe.presets():
             known = ", ".join((PLAIN, *RECIPE_NAMES, *Recipe.presets()))
             raise ValueError(f"residual must be one of {known}, or a Recipe's key, got {self.residual!r}")
@@ -105,13 +110,13 @@ class ModelConfig:
         """A smaller or larger model of the same proportions: width by whole heads, and depth."""
         if not factor > 0:
             raise ValueError(f"scale must be positive, got {factor}")
-        group = self.heads // self.key_value_heads
-        kv_heads = max(1, round(self.key_value_heads * factor))
+        heads = max(1, round(self.heads * factor))
+        divisors = [each for each in range(1, heads + 1) if heads % each == 0]
         return dataclasses.replace(
             self,
-            dim=kv_heads * group * self.head_dim,
-            heads=kv_heads * group,
-            kv_heads=kv_heads,
+            dim=heads * self.head_dim,
+            heads=heads,
+            kv_heads=min(divisors, key=lambda each: abs(each - self.key_value_heads * factor)),
             hidden=None if self.hidden is None else max(1, round(self.hidden * factor / 64)) * 64,
             layers=max(1, round(self.layers * factor)),
         )

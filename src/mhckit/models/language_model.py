@@ -63,6 +63,8 @@ class LanguageModel(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(recompute, int) or recompute < 0:
+            raise ValueError(f"recompute must be a bool or a positive int, got {recompute!r}")
         self.streams = None if config.recipe is None else config.recipe.streams
         if recompute and self.streams is None:
             raise ValueError("recompute rebuilds streams, and residual='plain' has none: leave it out")

@@ -71,10 +71,11 @@ class _Fused(torch.autograd.Function):
             dlogits = (dlogits * counted[:, None]).to(h.dtype)
             dh[begin : begin + chunk] = dlogits @ narrow
             dweight += dlogits.T @ part
-        ctx.save_for_backward(dh, dweight.to(weight.dtype))
+        ctx.save_for_backward(dh, dweight)
+        ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         dh, dweight = ctx.saved_tensors
-        return dh * gradient.to(dh.dtype), dweight * gradient.to(dweight.dtype), None, None
+        return (dh * gradient).to(dh.dtype), (dweight * gradient).to(ctx.weight_dtype), None, None

@@ -17,17 +17,18 @@ of which there is a copy), so it does not matter where FSDP2 has them by then.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mhckit.ops._backend import choose
-from mhckit.ops._register import contiguous
 from mhckit.recipe import Recipe
 
 from . import streams as _streams
+from ._rebuild import Group, Kept, Saved, Source, address
+from .hyper_connection import HyperConnection
 from .streams import Streams
 
 
@@ -41,8 +42,10 @@ class recompute:
 
     Gradients are the same bits as without. Sublayers may hold anything, dropout and activation checkpointing included:
     they are not run again. It goes around a loop over blocks that read and write Streams, and around the head, which
-    holds the last streams: the saving is between reads.
-    Inside a checkpointed function it keeps what the checkpoint would not have.
+    holds the last streams. Reads that do not follow each other, as of two interleaved chains, are kept.
+
+    Its saved-tensor hooks take the place of those around it: inside a checkpointed function, or torch's save_on_cpu, it
+    keeps on the device what they would not have.
 
     Under torch.compile what lies between reads is compiled, and the reads are not: compile sublayers, or whole blocks
     without ``fullgraph``. DTensors are kept, not rebuilt.
@@ -60,64 +63,73 @@ class recompute:
         self.every = group_size(*_count(blocks)) if every is None else every
         self._hooks: Any = None
         self._outer: Any = None
-        self._group: _Group | None = None
+        self._thread = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self._reads = 0
+        self._group: Group | None = None
+        self._last: Kept | None = None  # the streams after the last read
         # What the last read made, and the one before it. Their memory cannot pass to another tensor meanwhile.
-        self._sources: dict[int, _Source] = {}
-        self._earlier: dict[int, _Source] = {}
+        self._sources: dict[int, Source] = {}
+        self._earlier: dict[int, Source] = {}
         # Saved since the last read. An operator saves its results before they are known here.
-        self._saved: list[_Saved] = []
+        self._saved: list[Saved] = []
 
     def __enter__(self) -> recompute:
         if self._hooks is not None:
             raise RuntimeError("this recompute is already in use: make one for every pass through the blocks")
-        self._reads = 0
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, Saved.get)
+        hooks.__enter__()  # raises where hooks are disabled
+        self._hooks, self._thread = hooks, threading.get_ident()
         self._outer = _streams.observe(self._saw)
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.get)
-        self._hooks.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._hooks.__exit__(*exception)
         _streams.observe(self._outer)
-        self._hooks = self._group = None
-        self._sources, self._earlier, self._saved = {}, {}, []
-        if exception[0] is None and not self._reads:
+        self._hooks.__exit__(*exception)
+        self._hooks, reads = None, self._reads
+        self._forget()
+        if exception[0] is None and not reads:
             raise RuntimeError(
                 "recompute saw no HyperConnection read from Streams: it goes around the loop over blocks, and around "
                 "what torch.compile returned, not into a function that is compiled with fullgraph=True"
             )
 
     def _saw(self, before: Streams, h: Tensor, after: Streams, options: dict[str, Any]) -> None:
-        """A read of the streams `before` gave h and `after`."""
+        """A read of the streams `before` gave h and `after`. Hooks are a thread's own, and so is what is seen here."""
+        if threading.get_ident() != self._thread:
+            return
         self._reads += 1
         if not torch.is_grad_enabled():
             return
+        follows = self._last is not None and self._last.is_still(before.x) and before.f is not None
+        self._last = Kept(after.x)
         self._earlier, self._sources = self._sources, {}
         saved, self._saved = self._saved, []
-        if self._group is None or before.f is None or self._group.reads >= self.every:
-            self._group = _Group(after.x)
+        if self._group is None or not follows or self._group.reads >= self.every:
+            self._group = Group(after.x)
             return
         index = self._group.add(before, h, after, **options)
         for name, tensor in (("y", after.x), ("x_in", h)):
-            if _address(tensor):
-                self._sources[_address(tensor)] = _Source(self._group, (index, name), tensor, tensor._version)
+            if address(tensor):
+                self._sources[address(tensor)] = Source(self._group, (index, name), Kept(tensor))
         for each in saved:
             self._let_go(each)
 
-    def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
+    def _pack(self, tensor: Tensor) -> Saved:
+        saved = Saved(tensor)
         self._saved.append(saved)
         self._let_go(saved)
         return saved
 
-    def _let_go(self, saved: _Saved) -> None:
+    def _let_go(self, saved: Saved) -> None:
         """Of a saved tensor that can be rebuilt."""
-        if saved.tensor is not None:
-            address = _address(saved.tensor)
-            source = self._sources.get(address) or self._earlier.get(address)
-            if source is not None and source.made(saved.tensor):
-                saved.handle, saved.tensor = source.group.handle(source, saved.tensor), None
+        if saved.kept is not None:
+            at = address(saved.kept.tensor)
+            source = self._sources.get(at) or self._earlier.get(at)
+            if source is not None and source.made(saved.kept):
+                saved.handle, saved.kept = source.group.handle(source, saved.kept.tensor), None
 
 
 def group_size(sublayers: int, streams: int) -> int:
@@ -127,154 +139,6 @@ def group_size(sublayers: int, streams: int) -> int:
         return streams * math.ceil(sublayers / size) + (streams + 2) * size
 
     return min(range(1, sublayers + 1), key=numbers_held)
-
-
-class _Saved:
-    """What autograd holds in place of a tensor: the tensor, or a handle to rebuild it.
-
-    The check that nobody has written into a tensor since is left to hooks where there are some.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
-        self.version = tensor._version
-        self.handle: _Handle | None = None
-
-    def get(self) -> Tensor:
-        if self.handle is not None:
-            return self.handle.group.take(self.handle)
-        assert self.tensor is not None
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {list(self.tensor.shape)} is at version {self.tensor._version}; expected version "
-                f"{self.version} instead"
-            )
-        return self.tensor
-
-
-class _Source(NamedTuple):
-    """A tensor that can be rebuilt; holding it keeps its memory its own."""
-
-    group: _Group
-    key: tuple[int, str]
-    tensor: Tensor
-    version: int
-
-    def made(self, tensor: Tensor) -> bool:
-        """Whether a tensor in the same memory is a part of this one, as it was made."""
-        return tensor.dtype == self.tensor.dtype and tensor._version == self.version
-
-
-class _Handle(NamedTuple):
-    """What to rebuild, and the part of it that was saved."""
-
-    group: _Group
-    key: tuple[int, str]
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: Any
-
-
-class _Step(NamedTuple):
-    """What makes y and x_in of one read from the streams before it."""
-
-    f: Tensor
-    f_bias: Tensor | None
-    post: Tensor
-    res: Tensor | None
-    weights: Tensor  # that x_in is read with
-    out_norm_weight: Tensor | None
-    out_norm_eps: float
-    out_dtype: torch.dtype
-
-
-class _Group:
-    """Reads that follow each other; the streams x of the first are kept, and those of the rest made from them."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x.detach()
-        self.backend = choose("post", x, x.shape[-2])
-        self.steps: list[_Step] = []
-        self.handles: dict[tuple[int, str], int] = {}
-        self.rebuilt: dict[tuple[int, str], Tensor] = {}
-        self.waiting: dict[tuple[int, str], int] = {}
-
-    @property
-    def reads(self) -> int:
-        return 1 + len(self.steps)
-
-    def add(
-        self,
-        before: Streams,
-        h: Tensor,
-        after: Streams,
-        *,
-        recipe: Recipe,
-        out_norm_weight: Tensor | None = None,
-        out_norm_eps: float = 1e-6,
-        **_other: Any,
-    ) -> int:
-        assert before.mix is not None and before.f is not None and after.mix is not None
-        _pre, post, res = before.mix
-        weights = before.mix.pre if recipe.shifted else after.mix.pre
-        self.steps.append(
-            _Step(
-                before.f.detach(),
-                _copy(before.f_bias),
-                post.detach(),
-                None if res is None else res.detach(),
-                weights.detach(),
-                _copy(out_norm_weight),
-                out_norm_eps,
-                h.dtype,
-            )
-        )
-        return len(self.steps) - 1
-
-    def handle(self, source: _Source, tensor: Tensor) -> _Handle:
-        self.handles[source.key] = self.handles.get(source.key, 0) + 1
-        offset = tensor.storage_offset() - source.tensor.storage_offset()
-        return _Handle(self, source.key, tensor.shape, tensor.stride(), offset)
-
-    def take(self, handle: _Handle) -> Tensor:
-        """The tensor of a handle. A group is rebuilt as a whole and let go of with the last handle of each tensor."""
-        if handle.key not in self.rebuilt:
-            self._rebuild()
-        rebuilt = self.rebuilt[handle.key]
-        self.waiting[handle.key] -= 1
-        if not self.waiting[handle.key]:
-            del self.rebuilt[handle.key]
-        return rebuilt.as_strided(handle.size, handle.stride, rebuilt.storage_offset() + handle.offset)
-
-    @torch.no_grad()
-    def _rebuild(self) -> None:
-        x, self.waiting = self.x, dict(self.handles)
-        for index, step in enumerate(self.steps):
-            x = _write(x, step, self.backend)
-            if (index, "y") in self.handles:
-                self.rebuilt[index, "y"] = x
-            if (index, "x_in") in self.handles:
-                self.rebuilt[index, "x_in"] = _read(x, step, self.backend)
-
-
-def _write(x: Tensor, step: _Step, backend: str) -> Tensor:
-    return torch.ops.mhckit.post_fwd(x, *contiguous(step.f, step.f_bias, step.post, step.res), backend)
-
-
-def _read(x: Tensor, step: _Step, backend: str) -> Tensor:
-    norm = (step.out_norm_weight, step.out_norm_eps)
-    return torch.ops.mhckit.pre_fwd(x, step.weights.contiguous(), *norm, step.out_dtype, backend)[0]
-
-
-def _address(tensor: Tensor) -> int:
-    """Of a tensor's memory; 0 if it has none, or holds other tensors."""
-    plain = type(tensor) in (Tensor, nn.Parameter)
-    return tensor.untyped_storage().data_ptr() if plain else 0
-
-
-def _copy(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.detach().clone()
 
 
 def _count(blocks: nn.Module | Iterable[nn.Module] | None) -> tuple[int, int]:
@@ -288,7 +152,8 @@ def _count(blocks: nn.Module | Iterable[nn.Module] | None) -> tuple[int, int]:
 
 def _recipe_of(module: nn.Module) -> Recipe | None:
     """Of a HyperConnection, mhckit's own or one that `mhckit.integrations` replaced."""
-    if not type(module).__name__.endswith("HyperConnection"):
-        return None
-    recipe: Any = getattr(module, "recipe", getattr(module, "mhckit_recipe", None))
-    return recipe if isinstance(recipe, Recipe) else None
+    if isinstance(module, HyperConnection):
+        return module.recipe
+    replaced = type(module).__name__.endswith("HyperConnection")
+    recipe: Any = getattr(module, "mhckit_recipe", None)
+    return recipe if replaced and isinstance(recipe, Recipe) else None

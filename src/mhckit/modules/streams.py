@@ -115,8 +115,9 @@ def _read_for_recompute(
     streams: Streams, parameters: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Streams]:
     h, after = _read(streams, parameters, options)
-    assert _observer is not None
-    _observer(streams, h, after, options)
+    observer = _observer
+    if observer is not None:  # another thread may have taken it away meanwhile
+        observer(streams, h, after, options)
     return h, after
 
 

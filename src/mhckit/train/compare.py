@@ -17,9 +17,12 @@ def read_runs(paths: Iterable[Path]) -> dict[str, list[dict[str, Any]]]:
         file = path / METRICS if path.is_dir() else path
         if not file.is_file():
             raise ValueError(f"{path} is neither the folder of a run, with its {METRICS}, nor a file of metrics")
+        found: dict[str, list[dict[str, Any]]] = {}
         for number, text in enumerate(file.read_text().splitlines(), 1):
             line = _parse(text, file, number)
-            runs.setdefault(path.name if path.is_dir() else line.get("residual", path.stem), []).append(line)
+            found.setdefault(path.name if path.is_dir() else line.get("residual", path.stem), []).append(line)
+        for name, lines in found.items():
+            runs[f"{path}, {name}" if name in runs else name] = lines
     return runs
 
 

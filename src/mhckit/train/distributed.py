@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -13,6 +14,10 @@ from torch.distributed.distributed_c10d import get_node_local_rank
 from torch.nn.parallel import DistributedDataParallel
 
 from mhckit.models import LanguageModel
+
+# A thread of gloo gives the tensors of the last message back after the message has arrived, and needs the interpreter's
+# lock for that. Nothing joins these threads, and one that asks for the lock while the interpreter ends aborts it.
+SECONDS_TO_LET_GO = 0.25
 
 
 class Place(NamedTuple):
@@ -46,6 +51,7 @@ def place(device: str) -> Iterator[Place]:
     finally:
         if ours:
             dist.destroy_process_group()
+            time.sleep(SECONDS_TO_LET_GO)
 
 
 def _own_device(kind: str, many: bool) -> torch.device:

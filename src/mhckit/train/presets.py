@@ -64,7 +64,7 @@ def _build(values: dict[str, Any], model: dict[str, Any]) -> TrainConfig:
     shape = MODEL_PRESETS[preset].replace(dtype=_DTYPES.get(preset, "bfloat16"))
     shape = shape if scale == 1 else shape.scaled(scale)
     shape = shape.replace(**convert_all(ModelConfig, model, "model."))
-    named = {"run_name": _name(preset, scale, shape.residual)}
+    named = {"run_name": _name(preset, scale, str(shape.residual))}
     return TrainConfig(model=shape, **{**named, **PRESETS[preset], **values})
 
 
