@@ -1,4 +1,4 @@
-"""Real compilation without a GPU: every configuration of 4 streams for sm_90, and a sample of the rest."""
+"""Real compilation without a GPU: every kind of recipe with 4 streams for sm_90, and a sample of the rest."""
 
 from __future__ import annotations
 
