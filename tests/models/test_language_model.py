@@ -12,6 +12,7 @@ import mhckit
 from mhckit import HyperConnection, Recipe
 from mhckit.models import MODEL_PRESETS, LanguageModel, ModelConfig
 from mhckit.models.loss import IGNORED, Loss, next_token_loss
+from mhckit.models.sublayers import rotate, rotation
 
 SMALL = ModelConfig(vocab_size=31, dim=24, layers=2, heads=4, kv_heads=2, hidden=40)
 KINDS = ["plain", "hc", "mhc", "deepseek_v4", "deepseek_v41", "hy_v4"]
@@ -47,12 +48,22 @@ def test_causal(residual: str) -> None:
 
 
 def test_positions_matter() -> None:
-    model = LanguageModel(SMALL.replace(residual="plain"))
+    """In one layer: without positions its last output would depend on which tokens come before, not on their order."""
+    model = LanguageModel(SMALL.replace(residual="plain", layers=1))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
     forwards, backwards = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[3, 2, 1, 4]])
     assert (model(forwards)[0, -1] - model(backwards)[0, -1]).abs().max() > 1e-3
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    q, k = torch.randn(2, 1, 1, 1, SMALL.head_dim, dtype=torch.float64).expand(-1, -1, -1, 12, -1)
+    angles = rotation(12, SMALL, q.device)
+    products = (rotate(q, angles) @ rotate(k, angles).mT)[0, 0]
+    torch.testing.assert_close(products[1:, 1:], products[:-1, :-1], rtol=1e-5, atol=1e-5)
+    assert products[0].std() > 1e-2
+    torch.testing.assert_close(rotate(q, angles).norm(dim=-1), q.norm(dim=-1), rtol=1e-5, atol=0)
 
 
 def test_kinds_differ_in_the_connection_alone() -> None:
