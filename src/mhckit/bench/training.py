@@ -7,6 +7,7 @@ recompute the sublayers are compiled instead, since its reads are not.
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from .timing import environment
 
 RECIPE = "deepseek_v4"
 WARM_UP = 3
-STEPS = 8
+STEPS = 16
 # How far the gradients of the connections' biases may be apart, in relative norm, of bfloat16 models that round in
 # different places. The biases are far from their initial values, so that a matrix transposed is farther off.
 TOLERANCE = 0.1
@@ -176,6 +177,7 @@ def _measure_variant(case: TrainingCase, variant: Variant) -> tuple[Line, Tensor
     torch.cuda.reset_peak_memory_stats()
     milliseconds = _step_milliseconds(step)
     peak = torch.cuda.max_memory_allocated()
+    where = where_time_goes(step)
     activations = _activation_bytes(forward)
     line = {
         "milliseconds": round(milliseconds, 3),
@@ -184,21 +186,20 @@ def _measure_variant(case: TrainingCase, variant: Variant) -> tuple[Line, Tensor
         "activation_bytes": activations,
         "loss": loss.item(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "where": where_time_goes(step),
+        "where": where,
     }
     return line, gradients
 
 
 def _step_milliseconds(step: Callable[[], object]) -> float:
-    times = []
-    for _ in range(STEPS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    """One after the other as a training loop runs them, without waiting for the GPU in between."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    events[0].record()
+    for event in events[1:]:
         step()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in itertools.pairwise(events))
 
 
 def _activation_bytes(forward: Callable[[], Tensor]) -> int:
