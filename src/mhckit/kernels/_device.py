@@ -25,6 +25,20 @@ def channels_exist(c, C: tl.constexpr, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
+def row_start(t, ROWS: tl.constexpr, C: tl.constexpr):
+    """Where the first of a token's ROWS rows of C channels begins.
+
+    Rows that are not aligned are loaded and stored element by element. Some of them start at wider boundaries than
+    others; the compiler would give each the layout that its own alignment allows, and exchange tiles between threads to
+    mix them. A term it knows nothing about (grids have no third axis here) makes them all alike.
+    """
+    if C % 8 == 0:
+        return t * (ROWS * C)
+    else:
+        return t * (ROWS * C) + tl.program_id(2)
+
+
+@triton.jit
 def load_float(pointer, offsets, mask):
     return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
 

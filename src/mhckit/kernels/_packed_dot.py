@@ -40,25 +40,30 @@ def _load_dz_block(
 
 
 @triton.jit
-def dot_phi(
-    dz_blocks, phi_parts, o: tl.constexpr, start, C: tl.constexpr, PACKED: tl.constexpr, CHAINS: tl.constexpr,
-    PIECE: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """dz phi for one stream and PIECE channels from start, exact to the 16 bits of the parts."""
+def load_phi(phi_parts, o: tl.constexpr, start, C: tl.constexpr, PACKED: tl.constexpr, PIECE: tl.constexpr):
+    """Tiles of a stream's packed phi for PIECE channels from start: 64 rows each, then 32, then 16."""
     BLOCKS: tl.constexpr = (C + PIECE - 1) // PIECE
     at = start // PIECE
     here = at < BLOCKS
     tile = phi_parts + (o * BLOCKS + at) * (PACKED * PIECE)
-    DZ_ROWS: tl.constexpr = dz_blocks[0].shape[0]
-    total = tl.zeros((DZ_ROWS if CHAINS else DZ_ROWS // 2, PIECE), tl.float32)
+    tiles = ()
     for block in tl.static_range(PACKED // 64):
-        total = _add_dot(total, dz_blocks[block], _load_phi(tile, block * 64, 64, PIECE, here), CHAINS)
+        tiles = tiles + (_load_rows(tile, block * 64, 64, PIECE, here),)
     if PACKED % 64 >= 32:
-        phi_32 = _load_phi(tile, PACKED // 64 * 64, 32, PIECE, here)
-        total = _add_dot(total, dz_blocks[PACKED // 64], phi_32, CHAINS)
+        tiles = tiles + (_load_rows(tile, PACKED // 64 * 64, 32, PIECE, here),)
     if PACKED % 32 >= 16:
-        phi_16 = _load_phi(tile, PACKED // 32 * 32, 16, PIECE, here)
-        total = _add_dot(total, dz_blocks[len(dz_blocks) - 1], phi_16, CHAINS)
+        tiles = tiles + (_load_rows(tile, PACKED // 32 * 32, 16, PIECE, here),)
+    return tiles
+
+
+@triton.jit
+def dot_phi(dz_blocks, phi_tiles, CHAINS: tl.constexpr, FOLD: tl.constexpr):
+    """dz phi for the channels of these tiles, exact to the 16 bits of the parts."""
+    DZ_ROWS: tl.constexpr = dz_blocks[0].shape[0]
+    PIECE: tl.constexpr = phi_tiles[0].shape[1]
+    total = tl.zeros((DZ_ROWS if CHAINS else DZ_ROWS // 2, PIECE), tl.float32)
+    for block in tl.static_range(len(phi_tiles)):
+        total = _add_dot(total, dz_blocks[block], phi_tiles[block], CHAINS)
     return unpack_columns(sum_parts(total) if CHAINS else total, FOLD)
 
 
@@ -76,6 +81,6 @@ def _add_dot(total, dz, phi, CHAINS: tl.constexpr):
 
 
 @triton.jit
-def _load_phi(tile, first: tl.constexpr, COUNT: tl.constexpr, PIECE: tl.constexpr, here):
+def _load_rows(tile, first: tl.constexpr, COUNT: tl.constexpr, PIECE: tl.constexpr, here):
     k = first + tl.arange(0, COUNT)
     return tl.load(tile + k[:, None] * PIECE + tl.arange(0, PIECE)[None, :], mask=here, other=0.0)

@@ -79,8 +79,10 @@ def chunk_sums_kernel(
     if norm_sums is not None:
         norm_sum = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     first = chunk * chunk_tokens
-    for start in tl.range(first, tl.minimum(first + chunk_tokens, T), BLOCK_T, num_stages=STAGES):
-        t = start + tl.arange(0, BLOCK_T)
+    steps = tl.cdiv(tl.minimum(chunk_tokens, T - first), BLOCK_T)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        # The last tokens first: B has just read them, and the L2 cache has the latest of them still.
+        t = first + (steps - 1 - step) * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < T
         tile = live[:, None] & here[None, :]
         tiles = ()

@@ -40,6 +40,8 @@ from ._device import (
     channels_exist,
     collapse,
     columns_of,
+    fold,
+    folded_zeros,
     from_columns,
     load_float,
     load_streams,
@@ -50,6 +52,7 @@ from ._launch import (
     FLOAT,
     PHI_BLOCK,
     cdiv,
+    loads_are_wide,
     packs_densely,
     padded_parts,
     read_bwd_launch,
@@ -101,6 +104,7 @@ def read_bwd_kernel(
     PADDED_ROWS: tl.constexpr,
     PACKED_CHANNELS: tl.constexpr,
     PHI_BLOCK: tl.constexpr,
+    FOLD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
@@ -143,7 +147,9 @@ def read_bwd_kernel(
         if WEIGHTS != "none":
             dw = tl.zeros((BLOCK_T, PADDED), tl.float32)
             if dx_in is not None:
-                dw, share = _collapse_backward(y, dx_in, norm_weight, u, w, t, live, C, MATH, BLOCK_T, BLOCK_C, STAGES)
+                dw, share = _collapse_backward(
+                    y, dx_in, norm_weight, u, w, t, live, C, MATH, FOLD, BLOCK_T, BLOCK_C, STAGES
+                )
                 if norm_share is not None:
                     store_as(norm_share, t, share, live)
             if read_weights is not None:
@@ -258,6 +264,7 @@ def _collapse_backward(
     live,
     C: tl.constexpr,
     MATH: tl.constexpr,
+    FOLD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
@@ -271,8 +278,8 @@ def _collapse_backward(
     with_e = ()
     with_a = ()
     for _ in tl.static_range(N):
-        with_e = with_e + (tl.zeros((BLOCK_T, BLOCK_C), tl.float32),)
-        with_a = with_a + (tl.zeros((BLOCK_T, BLOCK_C if NORM else 1), tl.float32),)
+        with_e = with_e + (folded_zeros(BLOCK_T, BLOCK_C, FOLD),)
+        with_a = with_a + (folded_zeros(BLOCK_T, BLOCK_C, FOLD) if NORM else tl.zeros((BLOCK_T, 1), tl.float32),)
     for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
         c = start + tl.arange(0, BLOCK_C)
         here = channels_exist(c, C, BLOCK_C)
@@ -285,9 +292,9 @@ def _collapse_backward(
         next_e = ()
         next_a = ()
         for i in tl.static_range(N):
-            next_e = next_e + (with_e[i] + e * streams[i],)
+            next_e = next_e + (with_e[i] + fold(e, streams[i], FOLD, True),)
             if NORM:
-                next_a = next_a + (with_a[i] + a * streams[i],)
+                next_a = next_a + (with_a[i] + fold(a, streams[i], FOLD, True),)
         with_e = next_e
         with_a = next_a if NORM else with_a
     q = ()
@@ -379,6 +386,7 @@ def read_bwd(
         tokens, channels, k_factor, residual_programs, pack_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
         PACKED=packed, DENSE=packs_densely(math.rows, channels), PADDED_ROWS=padded_parts(math.rows, channels),
-        PACKED_CHANNELS=packed_channels, PHI_BLOCK=PHI_BLOCK, **launch.meta(),
+        PACKED_CHANNELS=packed_channels, PHI_BLOCK=PHI_BLOCK, FOLD=8 if y is not None and loads_are_wide(y) else 1,
+        **launch.meta(),
     )  # fmt: skip
     return CoefficientGradients(k, k_more, sums)

@@ -99,31 +99,35 @@ def read_half_bwd(
     )
 
 
+def sums_over_tokens(
+    read: ReadGradients, y: Tensor, parameters: Parameters, out_norm_weight: Tensor | None, need_phi: bool
+) -> PhiSums:
+    """P, which best follows B: what B read last is in the L2 cache still. out_norm_weight: None if not asked for."""
+    dx_in, read_weights, _norm_weight, _share = read.collapse
+    norm = None if out_norm_weight is None or dx_in is None or read_weights is None else (dx_in, read_weights)
+    dz_parts = read.projection.dz_parts if need_phi else None
+    if dz_parts is None and norm is None:
+        return PhiSums()
+    return chunk_sums(y, dz_parts=dz_parts, phi=parameters.phi, norm_weight=parameters.norm_weight, norm=norm)
+
+
 def parameter_gradients(
     read: ReadGradients,
+    sums: PhiSums,
     y: Tensor,
     parameters: Parameters,
-    out_norm_weight: Tensor | None,
-    need_phi: bool,
-    need_out_norm: bool,
     math: Math,
     *,
+    out_norm_weight: Tensor | None = None,
     written: WriteGradients | None = None,
     f_bias: Tensor | None = None,
 ) -> Finished:
-    """P, and the small kernel that ends it and what J left of `written`."""
+    """The small kernel that ends what P and, in `written`, J left in parts."""
     _T, N, C = tokens_of(y)
-    dx_in, read_weights, _norm_weight, _share = read.collapse
-    wants_norm = need_out_norm and out_norm_weight is not None
-    norm = (dx_in, read_weights) if wants_norm and dx_in is not None else None
-    dz_parts = read.projection.dz_parts if need_phi else None
-    sums = PhiSums()
-    if dz_parts is not None or norm is not None:
-        sums = chunk_sums(y, dz_parts=dz_parts, phi=parameters.phi, norm_weight=parameters.norm_weight, norm=norm)
     done = finish(
         sums, read.sums, written,
         streams=N, channels=C, math=math, out_norm_weight=out_norm_weight, f_bias=f_bias, **parameters._asdict(),
     )  # fmt: skip
-    if wants_norm and norm is None:
+    if out_norm_weight is not None and sums.norm is None:
         done = done._replace(out_norm_weight=out_norm_weight.new_zeros(C))
     return done

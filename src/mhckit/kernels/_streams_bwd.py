@@ -32,6 +32,7 @@ from ._device import (
     load_float,
     load_per_token,
     pieces,
+    row_start,
     store_as,
     tokens_of_program,
     write_stream,
@@ -54,7 +55,7 @@ from ._launch import (
     tokens_of,
 )
 from ._launcher import run
-from ._packed_dot import dot_phi, load_dz
+from ._packed_dot import dot_phi, load_dz, load_phi
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -122,8 +123,8 @@ def streams_bwd_kernel(
         c_tile = start + tl.arange(0, BLOCK_C)
         exists = channels_exist(c_tile, C, BLOCK_C)
         loaded = live[:, None] & exists[None, :]
-        wide_at = t[:, None] * (N * C) + c_tile[None, :]
-        narrow_at = t[:, None] * C + c_tile[None, :]
+        wide_at = row_start(t, N, C)[:, None] + c_tile[None, :]
+        narrow_at = row_start(t, 1, C)[:, None] + c_tile[None, :]
         x_pieces = () if x is None else _load_pieces(x, wide_at, loaded, C, N, PIECE)
         g_pieces = () if g is None else _load_pieces(g, wide_at, loaded, C, N, PIECE)
         if f is not None:
@@ -134,54 +135,60 @@ def streams_bwd_kernel(
         if dx_in is not None:
             d_tile = tl.load(dx_in + narrow_at, mask=loaded, other=0.0)
             d_pieces = pieces(d_tile, PIECE)
-        for piece in tl.static_range(BLOCK_C // PIECE):
-            c = start + piece * PIECE + tl.arange(0, PIECE)
-            here = channels_exist(c, C, BLOCK_C)
-            tile = live[:, None] & here[None, :]
-            at = t[:, None] * (N * C) + c[None, :]
-            if x is not None:
-                streams = _as_float(x_pieces, piece, N)
-            if f is not None:
-                f_piece = f_pieces[piece].to(tl.float32)
-            if dx_in is not None:
-                d = d_pieces[piece].to(tl.float32)
-                if norm_weight is not None:
-                    d *= load_float(norm_weight, c, here)[None, :]
-                    if f is None:
-                        d -= share * collapse(weights, streams, N)
-                    else:
-                        d -= share * (collapse(x_weights, streams, N) + f_weight * f_piece)
-            if f is not None:
-                df_tile = tl.zeros((BLOCK_T, PIECE), tl.float32)
-            next_sums = ()
-            dx_tiles = ()
-            for o in tl.static_range(N):
-                if phi_parts is not None:
-                    y = streams[o]
-                    if f is not None:
-                        y = write_stream(o, streams, f_piece, post_columns, res_columns, N)
-                    G = dot_phi(dz_blocks, phi_parts, o, start + piece * PIECE, C, PACKED, CHAINS, PIECE, FOLD)
-                    G += k * y
-                else:
-                    G = tl.zeros((BLOCK_T, PIECE), tl.float32)
-                if g is not None:
-                    G += g_pieces[o][piece].to(tl.float32)
+        if phi_parts is not None:
+            phi_tiles = ()
+            for piece in tl.static_range(BLOCK_C // PIECE):
+                for o in tl.static_range(N):
+                    phi_tiles = phi_tiles + (load_phi(phi_parts, o, start + piece * PIECE, C, PACKED, PIECE),)
+        if start < end:
+            for piece in tl.static_range(BLOCK_C // PIECE):
+                c = start + piece * PIECE + tl.arange(0, PIECE)
+                here = channels_exist(c, C, BLOCK_C)
+                tile = live[:, None] & here[None, :]
+                at = row_start(t, N, C)[:, None] + c[None, :]
+                if x is not None:
+                    streams = _as_float(x_pieces, piece, N)
+                if f is not None:
+                    f_piece = f_pieces[piece].to(tl.float32)
                 if dx_in is not None:
-                    G += weights[o] * d
-                if f is None:
-                    store_as(dx, at + o * C, G, tile)
-                else:
-                    df_tile += post_columns[o] * G
-                    next_sums = _add_products(next_sums, sums, G, f_piece, streams, res is not None, FOLD, IN_THREAD)
-                    dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
-            if f is not None:
-                sums = next_sums
-                store_as(df, t[:, None] * C + c[None, :], df_tile, tile)
-                if df_sums is not None:
-                    summed = tl.sum(tl.where(tile, df_tile, 0.0), 0)
-                    store_as(df_sums, tl.program_id(0).to(tl.int64) * C + c, summed, here)
-                for i in tl.static_range(N):
-                    store_as(dx, at + i * C, dx_tiles[i], tile)
+                    d = d_pieces[piece].to(tl.float32)
+                    if norm_weight is not None:
+                        d *= load_float(norm_weight, c, here)[None, :]
+                        if f is None:
+                            d -= share * collapse(weights, streams, N)
+                        else:
+                            d -= share * (collapse(x_weights, streams, N) + f_weight * f_piece)
+                if f is not None:
+                    df_tile = tl.zeros((BLOCK_T, PIECE), tl.float32)
+                next_sums = ()
+                dx_tiles = ()
+                for o in tl.static_range(N):
+                    if phi_parts is not None:
+                        y = streams[o]
+                        if f is not None:
+                            y = write_stream(o, streams, f_piece, post_columns, res_columns, N)
+                        G = dot_phi(dz_blocks, phi_tiles[piece * N + o], CHAINS, FOLD)
+                        G += k * y
+                    else:
+                        G = tl.zeros((BLOCK_T, PIECE), tl.float32)
+                    if g is not None:
+                        G += g_pieces[o][piece].to(tl.float32)
+                    if dx_in is not None:
+                        G += weights[o] * d
+                    if f is None:
+                        store_as(dx, at + o * C, G, tile)
+                    else:
+                        df_tile += post_columns[o] * G
+                        next_sums = _add_products(next_sums, sums, G, f_piece, streams, res is not None, FOLD, IN_THREAD)
+                        dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
+                if f is not None:
+                    sums = next_sums
+                    store_as(df, row_start(t, 1, C)[:, None] + c[None, :], df_tile, tile)
+                    if df_sums is not None:
+                        summed = tl.sum(tl.where(tile, df_tile, 0.0), 0)
+                        store_as(df_sums, tl.program_id(0).to(tl.int64) * C + c, summed, here)
+                    for i in tl.static_range(N):
+                        store_as(dx, at + i * C, dx_tiles[i], tile)
     if f is not None:
         slot = (tl.program_id(1).to(tl.int64) * T + t) * (N * PER_STREAM)
         for o in tl.static_range(N):

@@ -25,6 +25,7 @@ from ._device import (
     load_float,
     load_per_token,
     load_streams,
+    row_start,
     store_as,
     sum_parts,
     tokens_of_program,
@@ -87,9 +88,9 @@ def write_project_kernel(
         c = start + tl.arange(0, BLOCK_C)
         here = channels_exist(c, C, BLOCK_C)
         tile = live[:, None] & here[None, :]
-        at = t[:, None] * (N * C) + c[None, :]
+        at = row_start(t, N, C)[:, None] + c[None, :]
         if f is not None:
-            f_tile = load_float(f, t[:, None] * C + c[None, :], tile)
+            f_tile = load_float(f, row_start(t, 1, C)[:, None] + c[None, :], tile)
             if f_bias is not None:
                 f_tile += load_float(f_bias, c, here)[None, :]
             streams = load_streams(x, at, tile, C, N)

@@ -12,7 +12,7 @@ from mhckit.recipe import Recipe
 from ._launch import tokens_of
 from ._math import math_of
 from ._read import read
-from ._read_half import parameter_gradients, read_half_bwd
+from ._read_half import parameter_gradients, read_half_bwd, sums_over_tokens
 from ._streams_bwd import read_streams_bwd
 from ._write_project import project_partials
 
@@ -46,6 +46,7 @@ def coefficients_bwd(
 ) -> tuple[Tensor, ...]:
     math, parameters = math_of(recipe), Parameters(phi, scale, bias, norm_weight)
     read = read_half_bwd(None, (dpre, dpost, dres), x, parameters, "none", None, z, mean_square, None, math)
+    sums = sums_over_tokens(read, x, parameters, None, need_phi)
     dx = torch.zeros_like(x) if phi is None else read_streams_bwd(x, None, read.collapse, read.projection)
-    done = parameter_gradients(read, x, parameters, None, need_phi, False, math)
+    done = parameter_gradients(read, sums, x, parameters, math)
     return pack((dx, done.phi, done.scale, done.bias, done.norm_weight), otherwise=x)

@@ -11,7 +11,7 @@ from mhckit.ops.coefficients import Parameters
 from mhckit.recipe import Recipe
 
 from ._math import math_of
-from ._read_half import parameter_gradients, read_half_bwd, read_half_fwd
+from ._read_half import parameter_gradients, read_half_bwd, read_half_fwd, sums_over_tokens
 from ._streams_bwd import read_streams_bwd
 from ._write_project import project_partials
 
@@ -57,6 +57,8 @@ def enter_bwd(
     math, parameters = math_of(recipe), Parameters(phi, scale, bias, norm_weight)
     weights = "first" if recipe.shifted else "pre"
     read = read_half_bwd(dx_in, (dpre, dpost, dres), x, parameters, weights, out_norm_weight, z, mean_square, u, math)
+    wanted_norm = out_norm_weight if need_out_norm else None
+    sums = sums_over_tokens(read, x, parameters, wanted_norm, need_phi)
     dx = read_streams_bwd(x, g, read.collapse, read.projection)
-    done = parameter_gradients(read, x, parameters, out_norm_weight, need_phi, need_out_norm, math)
+    done = parameter_gradients(read, sums, x, parameters, math, out_norm_weight=wanted_norm)
     return pack((dx, done.phi, done.scale, done.bias, done.norm_weight, done.out_norm_weight), otherwise=x)

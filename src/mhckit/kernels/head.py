@@ -14,7 +14,7 @@ from mhckit.recipe import Recipe
 from ._launch import FLOAT, tokens_of
 from ._math import math_of_head, math_of_streams
 from ._read import read
-from ._read_half import parameter_gradients, read_half_bwd
+from ._read_half import parameter_gradients, read_half_bwd, sums_over_tokens
 from ._streams_bwd import read_streams_bwd
 from ._write_project import project_partials
 from .expand import broadcast
@@ -69,6 +69,7 @@ def head_bwd(
         return pack(gradients, otherwise=x)
     math, parameters = math_of_head(recipe), Parameters(fn, scale, base, None)
     read_gradients = read_half_bwd(dh, (None, None, None), x, parameters, "pre", None, z, mean_square, None, math)
+    sums = sums_over_tokens(read_gradients, x, parameters, None, need_fn)
     dx = read_streams_bwd(x, None, read_gradients.collapse, read_gradients.projection)
-    done = parameter_gradients(read_gradients, x, parameters, None, need_fn, False, math)
+    done = parameter_gradients(read_gradients, sums, x, parameters, math)
     return pack((dx, done.phi, done.scale, done.bias, None), otherwise=x)

@@ -1,4 +1,4 @@
-"""Kernels of `junction`: F1, F2; B, which also packs phi, J, P and the sums that end it."""
+"""Kernels of `junction`: F1, F2; B, which also packs phi, P, J and the sums that end them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mhckit.ops.coefficients import Parameters
 from mhckit.recipe import Recipe
 
 from ._math import math_of
-from ._read_half import parameter_gradients, read_half_bwd, read_half_fwd
+from ._read_half import parameter_gradients, read_half_bwd, read_half_fwd, sums_over_tokens
 from ._streams_bwd import Write, write_streams_bwd
 from ._write_project import write, write_project
 
@@ -71,9 +71,11 @@ def junction_bwd(
     math, parameters = math_of(recipe), Parameters(phi, scale, bias, norm_weight)
     weights = "pre" if shifted_pre is None else shifted_pre
     read = read_half_bwd(dx_in, (dpre, dpost, dres), y, parameters, weights, out_norm_weight, z, mean_square, u, math)
+    wanted_norm = out_norm_weight if need_out_norm else None
+    sums = sums_over_tokens(read, y, parameters, wanted_norm, need_phi)
     written = write_streams_bwd(x, g, read.collapse, read.projection, Write(f, f_bias, post, res))
     done = parameter_gradients(
-        read, y, parameters, out_norm_weight, need_phi, need_out_norm, math, written=written, f_bias=f_bias
+        read, sums, y, parameters, math, out_norm_weight=wanted_norm, written=written, f_bias=f_bias
     )
     write_half = (written.dx, written.df, done.f_bias, read.weights, written.dpost, written.dres)
     return pack((*write_half, done.phi, done.scale, done.bias, done.norm_weight, done.out_norm_weight), otherwise=x)
