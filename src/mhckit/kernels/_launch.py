@@ -134,6 +134,13 @@ def packed_dz_width(rows: int) -> int:
     return _padded_rows(rows)
 
 
+def projects_while_writing(streams: int) -> bool:
+    """Whether F1 writes and projects in one pass. For both a thread holds N^2 + N coefficients of a token beside the
+    accumulators, which beyond four streams is more than its registers: reading y once more is faster.
+    """
+    return streams <= 4
+
+
 def slice_width(channels: int) -> int:
     """Channels per partial sum: as many slices as have SLICE_WIDTH channels, of equal width."""
     slices = max(1, channels // SLICE_WIDTH)
@@ -209,7 +216,8 @@ def streams_bwd_launch(
     if not dots and sums_df:
         return Launch(block_t=16, block_c=_channel_step(channels, 64), num_warps=4)
     if not dots:
-        return Launch(block_t=1, block_c=_channel_step(channels, 1024 if streams <= 4 else 512), num_warps=4)
+        few = streams <= 4
+        return Launch(block_t=1, block_c=_channel_step(channels, 1024 if few else 256), num_warps=4 if few else 2)
     if streams > 4:
         # One buffer for streams, f and d, two for phi, one for dz on its way to registers; and a little besides.
         packed, activations = packed_rows(rows, channels), (2 * streams + 2) * 32 * 32 * element_size

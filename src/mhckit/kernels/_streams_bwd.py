@@ -92,6 +92,7 @@ def streams_bwd_kernel(
     PIECE: tl.constexpr,
     FOLD: tl.constexpr,
     IN_THREAD: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
@@ -115,8 +116,9 @@ def streams_bwd_kernel(
             sums = sums + (folded_zeros(BLOCK_T, PIECE, FOLD),)
         if norm_weight is not None:
             # What x_in was collapsed with, in terms of x and f: d is known before any of y is made.
-            f_weight = collapse(weights, post_columns, N)
-            x_weights = _mixed_back(weights, res_columns, N)
+            shares = _scaled(weights, share, N)
+            f_weight = collapse(shares, post_columns, N)
+            x_weights = _mixed_back(shares, res_columns, N)
     begin = tl.program_id(1) * WIDTH if WIDTH < C else 0
     end = begin + WIDTH if C % WIDTH == 0 else tl.minimum(begin + WIDTH, C)
     for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
@@ -140,7 +142,9 @@ def streams_bwd_kernel(
             for piece in tl.static_range(BLOCK_C // PIECE):
                 for o in tl.static_range(N):
                     phi_tiles = phi_tiles + (load_phi(phi_parts, o, start + piece * PIECE, C, PACKED, PIECE),)
-        if start < end:
+        # Always true; but the compiler puts what depends on a condition behind the loads of the next step, which then
+        # run beside it, and in the same buffers.
+        if (start < end) if AHEAD else True:
             for piece in tl.static_range(BLOCK_C // PIECE):
                 c = start + piece * PIECE + tl.arange(0, PIECE)
                 here = channels_exist(c, C, BLOCK_C)
@@ -150,14 +154,8 @@ def streams_bwd_kernel(
                     streams = _as_float(x_pieces, piece, N)
                 if f is not None:
                     f_piece = f_pieces[piece].to(tl.float32)
-                if dx_in is not None:
-                    d = d_pieces[piece].to(tl.float32)
-                    if norm_weight is not None:
-                        d *= load_float(norm_weight, c, here)[None, :]
-                        if f is None:
-                            d -= share * collapse(weights, streams, N)
-                        else:
-                            d -= share * (collapse(x_weights, streams, N) + f_weight * f_piece)
+                if norm_weight is not None:
+                    n = load_float(norm_weight, c, here)[None, :]
                 if f is not None:
                     df_tile = tl.zeros((BLOCK_T, PIECE), tl.float32)
                 next_sums = ()
@@ -174,12 +172,21 @@ def streams_bwd_kernel(
                     if g is not None:
                         G += g_pieces[o][piece].to(tl.float32)
                     if dx_in is not None:
+                        if o == 0:  # no earlier: n takes its time
+                            d = d_pieces[piece].to(tl.float32)
+                            if norm_weight is not None:
+                                d *= n
+                                if f is None:
+                                    d -= share * collapse(weights, streams, N)
+                                else:
+                                    d -= collapse(x_weights, streams, N) + f_weight * f_piece
                         G += weights[o] * d
                     if f is None:
                         store_as(dx, at + o * C, G, tile)
                     else:
                         df_tile += post_columns[o] * G
-                        next_sums = _add_products(next_sums, sums, G, f_piece, streams, res is not None, FOLD, IN_THREAD)
+                        mixed = () if res is None else streams
+                        next_sums = _add_products(next_sums, sums, G, f_piece, mixed, FOLD, IN_THREAD)
                         dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
                 if f is not None:
                     sums = next_sums
@@ -220,12 +227,11 @@ def _as_float(streams, piece: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _add_products(next_sums, sums, G, f, streams, MIXES: tl.constexpr, FOLD: tl.constexpr, IN_THREAD: tl.constexpr):
-    """next_sums, and the next of sums with the products of G with f and with each stream."""
+def _add_products(next_sums, sums, G, f, mixed, FOLD: tl.constexpr, IN_THREAD: tl.constexpr):
+    """next_sums, and the next of sums with the products of G with f and with each stream that is mixed."""
     next_sums = next_sums + (sums[len(next_sums)] + fold(G, f, FOLD, IN_THREAD),)
-    if MIXES:
-        for i in tl.static_range(len(streams)):
-            next_sums = next_sums + (sums[len(next_sums)] + fold(G, streams[i], FOLD, IN_THREAD),)
+    for i in tl.static_range(len(mixed)):
+        next_sums = next_sums + (sums[len(next_sums)] + fold(G, mixed[i], FOLD, IN_THREAD),)
     return next_sums
 
 
@@ -239,6 +245,14 @@ def _add_mixed(tiles, G, res, o: tl.constexpr, N: tl.constexpr):
         for i in tl.static_range(N):
             added = added + (res[o * N + i] * G if o == 0 else tiles[i] + res[o * N + i] * G,)
         return added
+
+
+@triton.jit
+def _scaled(columns, factor, N: tl.constexpr):
+    scaled = ()
+    for i in tl.static_range(N):
+        scaled = scaled + (columns[i] * factor,)
+    return scaled
 
 
 @triton.jit
@@ -358,5 +372,5 @@ def _launch(
         N=N, WIDTH=width, PACKED=packed_rows(rows, C), DENSE=dense, CHAINS=chains,
         DZ_WIDTH=packed_dz_width(rows),
         PIECE=PHI_BLOCK if dots else launch.block_c, FOLD=channels_per_thread(launch) if dots else 8,
-        IN_THREAD=in_thread, **launch.meta(),
+        IN_THREAD=in_thread, AHEAD=dots and N <= 4, **launch.meta(),
     )  # fmt: skip
