@@ -333,11 +333,11 @@ def problems(launch: Launch, compiled: Compiled) -> list[str]:
 
 
 def _stack_allowed(launch: Launch) -> int:
-    """Bytes: J spills a few dozen registers with a norm or a bias."""
+    """Bytes: J spills a few dozen registers with a bias, B two in a Sinkhorn iteration on logarithms."""
     constants = dict(launch.constants)
-    if launch.name != "streams_bwd":
-        return 0
-    return 0 if constants.get("norm_weight", 0) is None and constants.get("f_bias", 0) is None else 256
+    if launch.name == "read_bwd":
+        return 8 if constants["MATH"].log_space else 0
+    return 256 if launch.name == "streams_bwd" and constants.get("f_bias", 0) is not None else 0
 
 
 def _is_fast_path(launch: Launch) -> bool:
