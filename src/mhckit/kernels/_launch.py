@@ -134,13 +134,6 @@ def packed_dz_width(rows: int) -> int:
     return _padded_rows(rows)
 
 
-def projects_while_writing(streams: int) -> bool:
-    """Whether F1 writes and projects in one pass. For both a thread holds N^2 + N coefficients of a token beside the
-    accumulators, which beyond four streams is more than its registers: reading y once more is faster.
-    """
-    return streams <= 4
-
-
 def slice_width(channels: int) -> int:
     """Channels per partial sum: as many slices as have SLICE_WIDTH channels, of equal width."""
     slices = max(1, channels // SLICE_WIDTH)

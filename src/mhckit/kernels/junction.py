@@ -1,7 +1,4 @@
-"""Kernels of `junction`: F1, F2; B, which also packs phi, P, J and the sums that end them.
-
-Beyond four streams F1 is two launches: a thread cannot hold the coefficients of a write-back beside a dot.
-"""
+"""Kernels of `junction`: F1, F2; B, which also packs phi, P, J and the sums that end them."""
 
 from __future__ import annotations
 
@@ -13,11 +10,10 @@ from mhckit.ops._register import pack
 from mhckit.ops.coefficients import Parameters
 from mhckit.recipe import Recipe
 
-from ._launch import projects_while_writing
 from ._math import math_of
 from ._read_half import parameter_gradients, read_half_bwd, read_half_fwd, sums_over_tokens
 from ._streams_bwd import Write, write_streams_bwd
-from ._write_project import project_partials, write, write_project
+from ._write_project import write, write_project
 
 
 def junction_fwd(
@@ -38,11 +34,8 @@ def junction_fwd(
 ) -> tuple[Tensor, ...]:
     if phi is None:
         y, projection = write(x, f, f_bias, post, res), None
-    elif projects_while_writing(recipe.streams):
-        y, projection = write_project(x, f, f_bias, post, res, phi, norm_weight)
     else:
-        y = write(x, f, f_bias, post, res)
-        projection = project_partials(y, phi, norm_weight)
+        y, projection = write_project(x, f, f_bias, post, res, phi, norm_weight)
     results = empty_read(x, out_norm_weight, out_dtype, recipe)
     weights = "pre" if shifted_pre is None else shifted_pre
     parameters = Parameters(phi, scale, bias, norm_weight)
