@@ -1,6 +1,6 @@
 """mhckit: Manifold-Constrained Hyper-Connections for PyTorch."""
 
-from mhckit.modules import MHC, HyperConnection, HyperHead, Streams, param_groups, recompute, upcycle
+from mhckit.modules import MHC, HyperConnection, HyperHead, Streams, param_groups, recompute, upcycle, warmup
 from mhckit.ops import (
     Mix,
     activate,
@@ -44,4 +44,5 @@ __all__ = [
     "recompute",
     "sinkhorn",
     "upcycle",
+    "warmup",
 ]

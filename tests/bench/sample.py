@@ -56,6 +56,8 @@ def lines() -> list[dict[str, Any]]:
             {"kind": "cold_start", "operator": operator, **SMALL, "cache": "empty", "seconds": seconds}
             for operator, seconds in (("junction", 7.0), ("all", 12.5))
         ),
+        {"kind": "cold_start", "operator": "warmup", **SMALL, "cache": "empty", "seconds": 4.25, "compiled": 18},
+        {"kind": "cold_start", "operator": "junction", **SMALL, "cache": "warmed", "seconds": 0.125, "compiled": 0},
         {"kind": "recompilation", **SMALL, "compiled": 0},
         {"kind": "refused", "measurement": "junction, 7 x 7", "reason": "WrongResult: output 0"},
     ]

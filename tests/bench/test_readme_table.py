@@ -58,7 +58,14 @@ def test_results_of_the_newest_commit(tmp_path: Path) -> None:
     assert "| 2 x 3, norm | 110 (50%) | 290 (50%) | 400 (50%) | 5 |  |  |" in written
     assert "| F1 | 40 (25%) | 10 |" in written and "| F1 | 50" not in written
     assert "forward 33 us, backward 44 us, without gradients 22 us" in written and "takes 7 s to compile" in written
+    assert written.count("all other operators, 12 s. `mhckit.warmup` compiles all of them in 4 s.") == 1
     assert with_results(written, results) == written
+
+
+def test_results_from_before_there_was_a_warmup(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    append_lines(results, [line for line in sample.lines() if line.get("operator") != "warmup"])
+    assert "all other operators, 12 s.\n" in with_results(README, results)
 
 
 def test_one_block_is_needed(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,10 @@ def test_tables_show_everything_that_was_measured() -> None:
     text = _printed(sample.lines())
     for shown in ("25.0%", "50.0%", "3.00x", "2.00%", "33.0", "12.50 s", "0 kernels compiled"):
         assert shown in text
+    rows = [re.split("  +", line.strip()) for line in text.splitlines()]
+    assert ["first call of junction, empty cache", "7.00 s"] in rows
+    assert ["warm-up, empty cache", "4.25 s, 18 kernels compiled"] in rows
+    assert ["first call of junction, after a warm-up", "0.12 s, 0 kernels compiled"] in rows
     assert "absent: liger (No module named 'liger_kernel')" in text
     assert "not a kernel of ours in the junction: Memset (Device)" in text
     assert "refused: junction, 7 x 7: WrongResult: output 0" in text

@@ -1,4 +1,4 @@
-"""What compiling costs: the first calls of a fresh process, and none for a new number of tokens."""
+"""What compiling costs: the first calls of a fresh process, and after a warm-up; none for a new number of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from triton import knobs
 
-from .cases import OPERATORS, TOKEN_COUNTS, Case
+import mhckit
+from mhckit import Recipe
+
+from .cases import DTYPE, OPERATORS, RECIPE, TOKEN_COUNTS, Case
 from .launches import recorded_launches
 from .step import Step, mhckit_outputs
 
@@ -25,18 +28,35 @@ COMPILING_PROCESSES = 12
 
 def measure_cold_start(case: Case) -> list[dict[str, Any]]:
     """Seconds of the first forward and backward of each operator in a process of its own, one after the other: with an
-    empty cache, then again in another process with what the first left in it."""
+    empty cache, then again in another process with what the first left in it; and once more after a warm-up.
+    """
     lines = []
     with tempfile.TemporaryDirectory() as cache:
         for state in ("empty", "filled"):
             with _processes(1, cache) as process:
                 seconds = dict(zip(OPERATORS, process.map(first_call_seconds, OPERATORS, repeat(case)), strict=True))
             seconds["all"] = sum(seconds.values())
-            lines += [
-                {"kind": "cold_start", "operator": operator, **case.facts(), "cache": state, "seconds": round(value, 2)}
-                for operator, value in seconds.items()
-            ]
-    return lines
+            lines += [_cold_start(operator, case, state, value) for operator, value in seconds.items()]
+    return lines + _measure_warmup(case)
+
+
+def _measure_warmup(case: Case) -> list[dict[str, Any]]:
+    """Seconds of a warm-up with an empty cache, then of the first calls, and how many kernels these compiled still."""
+    with tempfile.TemporaryDirectory() as cache, _processes(1, cache) as process:
+        seconds, compiled = process.submit(warmup_compiles, case).result()
+        after = dict(zip(OPERATORS, process.map(first_call_compiles, OPERATORS, repeat(case)), strict=True))
+    after["all"] = (sum(seconds for seconds, _ in after.values()), sum(compiled for _, compiled in after.values()))
+    return [
+        _cold_start("warmup", case, "empty", seconds) | {"compiled": compiled},
+        *(
+            _cold_start(operator, case, "warmed", seconds) | {"compiled": compiled}
+            for operator, (seconds, compiled) in after.items()
+        ),
+    ]
+
+
+def _cold_start(operator: str, case: Case, cache: str, seconds: float) -> dict[str, Any]:
+    return {"kind": "cold_start", "operator": operator, **case.facts(), "cache": cache, "seconds": round(seconds, 2)}
 
 
 def measure_recompilation(case: Case) -> list[dict[str, Any]]:
@@ -66,6 +86,21 @@ def first_call_seconds(operator: str, case: Case) -> float:
     Step(mhckit_outputs, call).both()
     torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def first_call_compiles(operator: str, case: Case) -> tuple[float, int]:
+    """Seconds of a first call, and how many kernels it compiled or loaded."""
+    seconds: list[float] = []
+    launches = recorded_launches(lambda: seconds.append(first_call_seconds(operator, case)))
+    return seconds[0], sum(launch.compiled for launch in launches)
+
+
+def warmup_compiles(case: Case) -> tuple[float, int]:
+    """Seconds of a warm-up for the operators as the case calls them, once the device is there; and kernels compiled."""
+    torch.cuda.synchronize()
+    recipe = Recipe.preset(RECIPE, streams=case.streams)
+    warmed = mhckit.warmup(case.channels, recipe, dtype=DTYPE, norm=case.out_norm)
+    return warmed.seconds, warmed.compiled
 
 
 def _processes(count: int, cache: str | None = None) -> ProcessPoolExecutor:

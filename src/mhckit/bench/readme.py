@@ -140,8 +140,12 @@ def _host(lines: list[Line]) -> str:
         f"Host time of a junction in eager mode: forward {times['forward']:.0f} us, backward "
         f"{times['backward']:.0f} us, without gradients {times['inference']:.0f} us. From an empty cache, the first "
         f"junction of a size takes {cold['junction']:.0f} s to compile, forward and backward; with all other "
-        f"operators, {cold['all']:.0f} s."
+        f"operators, {cold['all']:.0f} s.{_warmup(cold)}"
     )
+
+
+def _warmup(cold: dict[str, float]) -> str:
+    return f" `mhckit.warmup` compiles all of them in {cold['warmup']:.0f} s." if "warmup" in cold else ""
 
 
 def _time_and_part(line: Line) -> str:

@@ -67,10 +67,18 @@ def _host(lines: list[Line]) -> Table:
 def _compilation(lines: list[Line]) -> Table:
     table = _table("Compilation", "what", "result")
     for line in of_kind(lines, "cold_start"):
-        table.add_row(f"first call of {line['operator']}, {line['cache']} cache", f"{line['seconds']:.2f} s")
+        compiled = f", {line['compiled']} kernels compiled" if "compiled" in line else ""
+        table.add_row(_cold_label(line), f"{line['seconds']:.2f} s{compiled}")
     for line in of_kind(lines, "recompilation"):
         table.add_row(f"then {line['tokens']} tokens", f"{line['compiled']} kernels compiled")
     return table
+
+
+def _cold_label(line: Line) -> str:
+    if line["operator"] == "warmup":
+        return f"warm-up, {line['cache']} cache"
+    when = "after a warm-up" if line["cache"] == "warmed" else f"{line['cache']} cache"
+    return f"first call of {line['operator']}, {when}"
 
 
 def _remarks(lines: list[Line]) -> list[Text]:

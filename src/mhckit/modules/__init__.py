@@ -7,5 +7,6 @@ from .param_groups import param_groups
 from .recompute import recompute
 from .streams import Streams
 from .upcycle import upcycle
+from .warmup import warmup
 
-__all__ = ["MHC", "HyperConnection", "HyperHead", "Streams", "param_groups", "recompute", "upcycle"]
+__all__ = ["MHC", "HyperConnection", "HyperHead", "Streams", "param_groups", "recompute", "upcycle", "warmup"]

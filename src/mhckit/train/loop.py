@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mhckit.models import LanguageModel
+from mhckit.modules import warmup
 
 from .build import build, make_optimiser
 from .config import TrainConfig
@@ -71,9 +72,11 @@ class Trainer:
             writer = MetricsWriter(self.folder, done, self.on_log) if first else None
             if writer is not None:
                 open_ones.callback(writer.close)
+            reporter.say(_greeting(self.folder.path, config, here, done))
+            if done < config.max_steps:
+                warm_up(config, here, built.model, reporter)
             snapshot = MemorySnapshot(self._snapshot_file(here), here.device)
             open_ones.callback(snapshot.close)
-            reporter.say(_greeting(self.folder.path, config, here, done))
             lines += _Loop(config, here, stepper, saver, writer, reporter, wish, snapshot).run(done)
             here.wait_for_all()
         return lines
@@ -100,6 +103,13 @@ def with_vocabulary(config: TrainConfig, corpus: Corpus) -> TrainConfig:
         return config
     size = math.ceil(corpus.vocab_size / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     return config.replace(model=config.model.replace(vocab_size=size))
+
+
+def warm_up(config: TrainConfig, here: Place, model: LanguageModel, reporter: Reporter) -> None:
+    """Compile the kernels of a step at once, rather than each when it is first launched."""
+    if here.device.type == "cuda" and config.model.recipe is not None:
+        done = warmup(model, dtype=config.model.activation_dtype, recompute=bool(model.recompute), device=here.device)
+        reporter.say(str(done))
 
 
 def _greeting(path: Path, config: TrainConfig, here: Place, done: int) -> str:
