@@ -28,7 +28,7 @@ def _applies(operator: str, recipe: Recipe) -> bool:
         return recipe == RECIPES["paper"] or (operator == "leave" and recipe == RECIPES["hy_v4"])
     if operator == "sinkhorn":
         return recipe.residual != "identity" and recipe.dynamic
-    if DEVICE == "cuda" and operator in ("enter", "coefficients"):  # compiled for minutes, and junction has their code
+    if operator in ("enter", "coefficients"):  # junction has their code
         return recipe in (RECIPES["deepseek_v4"], RECIPES["deepseek_v41"], RECIPES["paper-static"])
     if operator == "head":
         return recipe in (RECIPES["deepseek_v4"], RECIPES["deepseek_v41"], RECIPES["paper"], RECIPES["mhc_triton"])
@@ -48,9 +48,8 @@ WIDE = [
     (operator, streams)
     for operator in OPERATORS
     for streams in range(1, 9)
-    # On a GPU these compile for minutes, and post and junction have their code.
-    if not (operator == "leave" or (DEVICE == "cuda" and operator in ("enter", "coefficients")))
-    and not (DEVICE == "cuda" and operator == "junction" and streams in (6, 7))
+    if operator not in ("leave", "enter", "coefficients")  # post and junction have their code
+    and not (DEVICE == "cuda" and operator == "junction" and streams in (6, 7))  # compiled for minutes
 ]
 
 
@@ -124,7 +123,7 @@ def test_project_any_number_of_rows(rows: int) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, r in RECIPES.items() if r.residual == "sinkhorn" and r.dynamic])
-@pytest.mark.parametrize("size", [0.0, 30.0, 300.0, 3e4])
+@pytest.mark.parametrize("size", [0.0, 300.0, 3e4])
 def test_sinkhorn_of_large_and_zero_logits(name: str, size: float) -> None:
     recipe = RECIPES[name]
     call = _call("sinkhorn", recipe, lead=(33,), dtype=torch.float32)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import triton
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
@@ -106,6 +109,48 @@ def test_fewer_steps_in_flight_where_shared_memory_is_small(streams: int, rows: 
     assert launch.num_stages == 1 or phi * (launch.num_stages - 1) < shared
     if (streams, rows, shared) == (4, 24, 227 << 10):
         assert launch.num_stages == 3
+
+
+@pytest.fixture
+def launcher(monkeypatch: pytest.MonkeyPatch) -> CudaLauncher:
+    """Triton's, over a driver that notes what it gets."""
+    launcher = CudaLauncher.__new__(CudaLauncher)
+    settings = dict(launch_cooperative_grid=False, launch_pdl=True, num_ctas=1)
+    scratch = dict(global_scratch_size=0, global_scratch_align=1, profile_scratch_size=0, profile_scratch_align=1)
+    launched: list[tuple[object, ...]] = []
+    launcher.__dict__.update(launched=launched, launch=lambda *values: launched.append(values), **settings, **scratch)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 5, raising=False)
+    return launcher
+
+
+def _remembered(launcher: CudaLauncher) -> _launcher.Compiled:
+    compiled = SimpleNamespace(run=launcher, function=77, packed_metadata=(4, 1, 0))
+    return _launcher._remember(KERNEL, compiled, (X, None, 5, 2.0), {"STAGES": 2, "N": 4, "num_warps": 4})
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.0"])
+def test_a_launch_reaches_the_driver_as_through_tritons_launcher(
+    version: str, launcher: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    _launcher.repeat([(_remembered(launcher), (2, 3, 1), (X, None, 5, 2.0))])
+    launcher(2, 3, 1, 5, 77, (4, 1, 0), None, None, None, X, None, 5, 2.0, 4, 2)
+    straight, through = launcher.launched
+    assert len(straight) == 19
+    assert all(got is wanted or got == wanted for got, wanted in zip(straight, through, strict=True))
+
+
+def test_tritons_launcher_is_left_out_where_it_does_nothing(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It allocates scratch memory for kernels that need it; that of another version may do more."""
+    monkeypatch.setattr(triton, "__version__", "3.6.1")
+    assert _remembered(launcher).run is launcher.launch
+    for size in ("global_scratch_size", "profile_scratch_size"):
+        monkeypatch.setattr(launcher, size, 16)
+        assert _remembered(launcher).run is launcher
+        monkeypatch.setattr(launcher, size, 0)
+    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    assert _remembered(launcher).run is launcher
 
 
 def test_an_observer_takes_the_place_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:

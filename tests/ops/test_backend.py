@@ -36,9 +36,9 @@ def kernel_of_expand(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     anywhere = types.ModuleType("mhckit.kernels._runtime")
     anywhere.__dict__.update(check=lambda device: None)
     monkeypatch.setitem(sys.modules, "mhckit.kernels._runtime", anywhere)
-    _register._kernel.cache_clear()
+    _register._load_kernel.cache_clear()
     yield ran
-    _register._kernel.cache_clear()
+    _register._load_kernel.cache_clear()
 
 
 def test_kernel_is_used_on_request_forward_and_backward(kernel_of_expand: list[str]) -> None:

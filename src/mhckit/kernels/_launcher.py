@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
@@ -29,11 +30,10 @@ observer: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None
 
 
 class Compiled(NamedTuple):
-    """A kernel as the driver takes it, and the constants that end its arguments."""
+    """A kernel as the driver takes it: ``run(*grid, stream, *settings, *args, *constants)``."""
 
     run: Callable[..., None]
-    function: Any
-    metadata: Any
+    settings: tuple[Any, ...]
     constants: tuple[Any, ...]
 
 
@@ -85,9 +85,9 @@ def repeat(launches: list[tuple[Compiled, tuple[int, int, int], tuple[Any, ...]]
     """Launch compiled kernels, one after the other, each with its arguments but for the constants: tensors or
     pointers, numbers and None.
     """
-    stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-    for (run, function, metadata, constants), grid, args in launches:
-        run(*grid, stream, function, metadata, None, None, None, *args, *constants)
+    stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+    for (run, settings, constants), grid, args in launches:
+        run(*grid, stream, *settings, *args, *constants)
 
 
 def goes_straight() -> bool:
@@ -111,7 +111,14 @@ def recorded() -> Iterator[list[Recorded | None]]:
 def _remember(kernel: JITFunction, compiled: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Compiled:
     """What a launch needs of a kernel that Triton has just compiled and launched."""
     rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
-    return Compiled(compiled.run, compiled.function, compiled.packed_metadata, rest)
+    launcher, function = compiled.run, compiled.function
+    metadata_and_hooks = (compiled.packed_metadata, None, None, None)
+    if not triton.__version__.startswith("3.6.") or launcher.global_scratch_size or launcher.profile_scratch_size:
+        return Compiled(launcher, (function, *metadata_and_hooks), rest)
+    # All that Triton 3.6 does in Python here is to allocate scratch memory, which this kernel does not need.
+    scratch = (None, None)
+    settings = (function, launcher.launch_cooperative_grid, launcher.launch_pdl, *scratch, *metadata_and_hooks)
+    return Compiled(launcher.launch, settings, rest)
 
 
 def _kinds(kernel: JITFunction, args: tuple[Any, ...]) -> list[Any]:

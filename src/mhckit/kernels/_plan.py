@@ -8,6 +8,7 @@ anything else on the way (a fill, a copy) is not repeated but called as before.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,11 @@ from torch import Tensor
 from mhckit.ops._register import allocations
 
 from . import _launcher
+
+try:  # as compiled code allocates, in half of the time
+    from torch._C._dynamo.guards import _empty_strided_cuda
+except ImportError:  # a private name
+    _empty_strided_cuda: Any = None
 
 # Beyond so many kinds of calls, as with a new number of tokens in every batch, all are forgotten.
 MAX_PLANS = 512
@@ -33,37 +39,45 @@ class _Launch(NamedTuple):
     pick: Callable[[list[Any]], tuple[Any, ...]]
 
 
-class _Plan(NamedTuple):
+class _Layout(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Plan(NamedTuple):
     """The values of a call are, in this order: pointers to its tensors, to the results, into the buffer; constants."""
 
-    results: tuple[tuple[int, torch.Size, torch.dtype], ...]  # and which tensor of the call is just like it, or -1
-    returned: tuple[int | torch.dtype, ...]  # a result's number, or the dtype of one that is absent
-    alone: bool  # one result, not a tuple of them
-    buffer: int
+    device: torch.device
+    layouts: tuple[_Layout, ...]  # of the results and, last, the buffer
     offsets: tuple[int, ...]
     constants: tuple[Any, ...]
     launches: tuple[_Launch, ...]
+    returned: tuple[int | torch.dtype, ...]  # a result's number, or the dtype of one that is absent
+    alone: bool  # one result, not a tuple of them
 
-    def repeat(self, tensors: list[Tensor], pointers: list[int], none_for_absent: bool) -> Any:
-        like = tensors[0]
-        results = [
-            torch.empty_like(tensors[model]) if model >= 0 else like.new_empty(shape, dtype=dtype)
-            for model, shape, dtype in self.results
-        ]
-        values: list[Any] = pointers + [result.data_ptr() for result in results]
-        if self.buffer:
-            buffer = like.new_empty(self.buffer, dtype=torch.uint8)
-            start = buffer.data_ptr()
+    def repeat(self, tensors: Sequence[Tensor | None], *, none_for_absent: bool) -> Any:
+        """The results of a call of the same kind, with contiguous tensors. None where it cannot be repeated now: one
+        of them is not aligned, another device is the current one, or launches are watched.
+        """
+        values: list[Any] = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        if functools.reduce(operator.or_, values) % 16 or not _may_launch(self.device):
+            return None
+        allocated = _allocate(self.layouts, self.device)
+        values += [tensor.data_ptr() for tensor in allocated]
+        if self.offsets:
+            start = values.pop()
             values += [start + offset for offset in self.offsets]
         values += self.constants
         _launcher.repeat([(kernel, grid, pick(values)) for kernel, grid, pick in self.launches])
         if self.alone:
-            return results[0]
+            return allocated[0]
         if none_for_absent:
-            return tuple([results[which] if isinstance(which, int) else None for which in self.returned])
-        return tuple(
-            [results[which] if isinstance(which, int) else like.new_empty(0, dtype=which) for which in self.returned]
-        )
+            return tuple([allocated[which] if isinstance(which, int) else None for which in self.returned])
+        return tuple([allocated[which] if isinstance(which, int) else self._absent(which) for which in self.returned])
+
+    def _absent(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(0, dtype=dtype, device=self.device)
 
 
 _UNSEEN: Any = object()
@@ -74,34 +88,33 @@ class Planned:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.plans: dict[tuple[Any, ...], _Plan | None] = {}
+        self.plans: dict[tuple[Any, ...], Plan | None] = {}
 
-    def __call__(self, args: Sequence[Any], *, none_for_absent: bool) -> Any:
-        """Results of the function, the absent ones as they are or, where the call is repeated and asked to, None."""
-        args = list(args)
-        kind: list[Any] = []
-        tensors: list[Tensor] = []
-        pointers: list[int] = []
-        for position, argument in enumerate(args):
-            if isinstance(argument, Tensor):
-                if argument.data_ptr() % 16 or not argument.is_contiguous():
-                    argument = args[position] = _aligned(argument)
-                tensors.append(argument)
-                pointers.append(argument.data_ptr())
-                kind += (argument.shape, argument.dtype, argument.device)
-            else:
-                kind.append(argument)
+    def __call__(self, args: Sequence[Any], *, none_for_absent: bool) -> tuple[Any, Plan | None]:
+        """Results of the function, the absent ones as they are or, where the call is repeated and asked to, None; and
+        the plan that repeats a call with tensors like these, if there is one.
+        """
+        ready = [_aligned(argument) if isinstance(argument, Tensor) else argument for argument in args]
+        tensors = [argument for argument in ready if isinstance(argument, Tensor)]
         if not _may_repeat(tensors[0]):
-            return self.function(*args)
-        key = tuple(kind)
+            return self.function(*ready), None
+        key = tuple(
+            (argument.shape, argument.dtype, argument.device) if isinstance(argument, Tensor) else argument
+            for argument in ready
+        )
         plan = self.plans.get(key, _UNSEEN)
         if plan is _UNSEEN:
-            return self._watched(key, args, tensors, pointers)
-        if plan is None:
-            return self.function(*args)
-        return plan.repeat(tensors, pointers, none_for_absent)
+            result = self._watched(key, ready, tensors)
+            plan = self.plans.get(key)
+        else:
+            result = None if plan is None else plan.repeat(tensors, none_for_absent=none_for_absent)
+            if result is None:
+                result = self.function(*ready)
+        as_they_came = all(argument is original for argument, original in zip(ready, args, strict=True))
+        return result, plan if as_they_came else None
 
-    def _watched(self, key: tuple[Any, ...], args: Sequence[Any], tensors: list[Tensor], pointers: list[int]) -> Any:
+    def _watched(self, key: tuple[Any, ...], args: Sequence[Any], tensors: list[Tensor]) -> Any:
+        pointers = [tensor.data_ptr() for tensor in tensors]
         if len(set(pointers)) < len(pointers) or 0 in pointers:
             return self.function(*args)  # the same tensor twice, or no elements: not what most calls look like
         # Inference tensors do not count what is written into them.
@@ -109,7 +122,7 @@ class Planned:
             result = self.function(*args)
         if len(self.plans) >= MAX_PLANS:
             self.plans.clear()
-        self.plans[key] = _plan(result, tensors, pointers, allocated, launches)
+        self.plans[key] = _plan(result, tensors[0].device, pointers, allocated, launches)
         return result
 
 
@@ -127,13 +140,25 @@ def _may_repeat(tensor: Tensor) -> bool:
     return tensor.is_cuda and _launcher.goes_straight()
 
 
+def _may_launch(device: torch.device) -> bool:
+    return device.index == torch._C._cuda_getDevice() and _launcher.goes_straight()
+
+
+def _allocate(layouts: tuple[_Layout, ...], device: torch.device) -> list[Tensor]:
+    """On the current device, which is this one."""
+    # Deterministic algorithms: torch may fill the memory first.
+    if _empty_strided_cuda is None or torch._C._get_deterministic_algorithms():
+        return [torch.empty_strided(size, stride, dtype=dtype, device=device) for size, stride, dtype in layouts]
+    return [_empty_strided_cuda(size, stride, dtype) for size, stride, dtype in layouts]
+
+
 def _plan(
     result: Any,
-    tensors: list[Tensor],
+    device: torch.device,
     pointers: list[int],
     allocations: list[tuple[Tensor, int]],
     launches: list[_launcher.Recorded | None],
-) -> _Plan | None:
+) -> Plan | None:
     """How to repeat a call, or None where more happened than allocations and launches: a tensor came from elsewhere, or
     torch wrote into one (which it counts).
     """
@@ -169,14 +194,17 @@ def _plan(
                 chosen.append(len(slots) + len(constants) - 1)
         picks.append(_Launch(launch.kernel, launch.grid, _picker(chosen)))
     index = {id(tensor): position for position, tensor in enumerate(kept)}
-    return _Plan(
-        tuple((_model(tensor, tensors), tensor.shape, tensor.dtype) for tensor in kept),
-        tuple(index.get(id(tensor), tensor.dtype) for tensor in returned),
-        alone,
-        end,
+    layouts = [_Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in kept]
+    if end:
+        layouts.append(_Layout((end,), (1,), torch.uint8))
+    return Plan(
+        device,
+        tuple(layouts),
         tuple(offsets),
         tuple(constants),
         tuple(picks),
+        tuple(index.get(id(tensor), tensor.dtype) for tensor in returned),
+        alone,
     )
 
 
@@ -188,9 +216,3 @@ def _picker(chosen: list[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 def _among(tensor: Tensor, tensors: list[Tensor]) -> bool:
     return any(tensor is other for other in tensors)
-
-
-def _model(result: Tensor, tensors: list[Tensor]) -> int:
-    """A tensor of the call with this shape and dtype: allocating like it takes half the time. -1 if there is none."""
-    matches = (i for i, t in enumerate(tensors) if t.shape == result.shape and t.dtype == result.dtype)
-    return next(matches, -1)

@@ -25,10 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
 from mhckit.recipe import Recipe
+
+from ._known import PLAIN_TENSORS, Known, is_eager
 
 
 def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -40,18 +42,14 @@ def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Cal
     qualified = f"mhckit::{name}"
     arguments, returns = schema.split(") -> ")
     takes_recipe = arguments.endswith("str recipe")
+    kernel = _Kernel(name, arguments.count("Tensor"), takes_recipe)
 
     def unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return _with_recipe(args[:-1]) if takes_recipe else args[:-1]
 
-    def run_kernel(args: tuple[Any, ...], *, none_for_absent: bool) -> Any:
-        device = _device_of(args)
-        with _current(device):
-            return _kernel(name, device, takes_recipe)(args[:-1], none_for_absent=none_for_absent)
-
     def run(*args: Any) -> Any:
         if args[-1] == "triton":
-            return run_kernel(args, none_for_absent=False)
+            return kernel.run(args)
         device, rest = _device_of(args), unpack(args)
         # Here, not in Function.backward: torch 2.6's Dynamo mixes up inputs when both sides trace a `contiguous`.
         rest = [arg.contiguous() if isinstance(arg, Tensor) else arg for arg in rest]
@@ -67,7 +65,11 @@ def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Cal
     operator = getattr(torch.ops.mhckit, name).default
 
     def call(*args: Any) -> Any:
-        return run_kernel(args, none_for_absent=True) if _is_plain(args) else operator(*args)
+        if args[-1] == "triton" and is_eager():
+            result = kernel.run_directly(args)
+            if result is not None:
+                return result
+        return operator(*args)
 
     return call
 
@@ -128,12 +130,13 @@ def pack(tensors: Iterable[Tensor | None], *, otherwise: Tensor) -> tuple[Tensor
 
 
 def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
+    return tuple([None if tensor is None else tensor.contiguous() for tensor in tensors])
 
 
 def needed(gradients: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """What backward returns: a gradient per input, None where autograd wants none (then it may be absent)."""
-    return tuple(gradients[i] if need and i < len(gradients) else None for i, need in enumerate(needs))
+    count = len(gradients)
+    return tuple([gradients[i] if need and i < count else None for i, need in enumerate(needs)])
 
 
 def mark_hidden(ctx: Any, *outputs: Tensor | None) -> None:
@@ -155,21 +158,29 @@ def call_backward(op: Any, *args: Any) -> Any:
 class Operator(torch.autograd.Function):
     """Base of the autograd.Functions: vmap runs the operator once per element and stacks.
 
-    ``forward`` names every argument: with ``*args`` Dynamo cannot tell that it takes no ctx.
+    ``forward`` names every argument: with ``*args`` Dynamo cannot tell that it takes no ctx. ``setup_context`` saves
+    what backward needs; in an operator with outputs for that purpose alone ``save`` does, and ``setup_context`` calls
+    it and marks them as hidden.
     """
+
+    results: int | None = None  # so many outputs, the first, are results; None for all
+    _apply_eagerly: Callable[..., Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # Function.apply binds arguments by signature on every call; a stored one saves working it out each time.
         forward: Any = cls.forward
         forward.__signature__ = inspect.signature(forward)
+        cls._apply_eagerly = _eager_apply(cls)
 
     @classmethod
     def call(cls, *args: Any) -> Any:
-        """``apply``, without its binding of arguments, which serves torch.func's transforms, where there are none."""
+        """``apply``, or less of it: the results alone, and without autograd where nothing is to be differentiated."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return cls.apply(*args)
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            return cls._apply_eagerly(*args)
+        return cls.forward(*args)
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
@@ -182,6 +193,24 @@ class Operator(torch.autograd.Function):
         if isinstance(runs[0], Tensor):
             return torch.stack(runs), 0
         return tuple(torch.stack(outputs) for outputs in zip(*runs, strict=True)), (0,) * len(runs[0])
+
+
+def _eager_apply(operator: type[Operator]) -> Callable[..., Any]:
+    """``apply`` of an operator outside of torch.func's transforms, which need a forward that takes no ctx.
+
+    One that does can save tensors that it does not return, and each that autograd need not look after saves time.
+    Function.apply itself would only bind the arguments for those transforms.
+    """
+    count, save = operator.results, getattr(operator, "save", operator.setup_context)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        outputs = operator.forward(*args)
+        save(ctx, args, outputs)
+        return outputs if count is None else outputs[:count]
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(operator.backward)}
+    eager = torch.autograd.function.FunctionMeta(operator.__name__, (torch.autograd.Function,), methods)
+    return super(torch.autograd.Function, eager).apply  # type: ignore[misc]
 
 
 class _Backward(Operator):
@@ -207,8 +236,44 @@ def _with_recipe(args: Sequence[Any]) -> tuple[Any, ...]:
     return *args[:-1], Recipe.from_key(args[-1])
 
 
+class _Kernel:
+    """The kernel of an operator, whose first so many arguments are tensors. A call like an earlier one is repeated."""
+
+    def __init__(self, name: str, tensors: int, takes_recipe: bool) -> None:
+        self.name = name
+        self.tensors = tensors
+        self.takes_recipe = takes_recipe
+        self.plans = Known()
+
+    def run(self, args: tuple[Any, ...]) -> Any:
+        """Results for torch's dispatcher."""
+        result = self._repeat(args, none_for_absent=False)
+        return self._work_out(args, none_for_absent=False) if result is None else result
+
+    def run_directly(self, args: tuple[Any, ...]) -> Any:
+        """Results, or None for what is absent; None in place of all where only the dispatcher knows what to do."""
+        result = self._repeat(args, none_for_absent=True)
+        if result is None and all(_is_plain(tensor) for tensor in args[: self.tensors] if tensor is not None):
+            return self._work_out(args, none_for_absent=True)
+        return result
+
+    def _repeat(self, args: tuple[Any, ...], *, none_for_absent: bool) -> Any:
+        tensors = args[: self.tensors]
+        plan = self.plans.find(tensors, args[self.tensors :])
+        return None if plan is None else plan.repeat(tensors, none_for_absent=none_for_absent)
+
+    def _work_out(self, args: tuple[Any, ...], *, none_for_absent: bool) -> Any:
+        device = _device_of(args)
+        with _current(device):
+            planned = _load_kernel(self.name, device, self.takes_recipe)
+            result, plan = planned(args[:-1], none_for_absent=none_for_absent)
+        if plan is not None:
+            self.plans.keep(args[: self.tensors], args[self.tensors :], plan)
+        return result
+
+
 @functools.cache
-def _kernel(name: str, device: torch.device, takes_recipe: bool) -> Callable[..., Any]:
+def _load_kernel(name: str, device: torch.device, takes_recipe: bool) -> Callable[..., Any]:
     """A kernel's host function, loaded on first use; raises where Triton cannot run it."""
     try:
         importlib.import_module("mhckit.kernels._runtime").check(device)
@@ -223,31 +288,15 @@ def _kernel(name: str, device: torch.device, takes_recipe: bool) -> Callable[...
     return planned((lambda *args: kernel(*_with_recipe(args))) if takes_recipe else kernel)
 
 
-def _is_plain(args: tuple[Any, ...]) -> bool:
-    """Whether a kernel is called in plain eager mode: nobody traces, transforms or watches, and tensors are plain."""
-    return (
-        args[-1] == "triton"
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not _profiler_enabled()
-        and all(_is_plain_tensor(arg) for arg in args if isinstance(arg, Tensor))
-    )
-
-
-def _is_plain_tensor(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """No subclass, no wrapper that a transform left behind, no view that is to be negated, and with memory."""
     return (
-        type(tensor) in _PLAIN_TENSORS
+        type(tensor) in PLAIN_TENSORS
         and not is_functorch_wrapped_tensor(tensor)
         and not tensor.is_neg()
         and not tensor._is_zerotensor()
         and not tensor.is_meta
     )
-
-
-_PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from mhckit.recipe import Recipe
 
 from ._backend import choose
-from ._check import check_parameters, check_streams
+from ._check import Checked, check_parameters, check_streams
 from ._register import (
     Operator,
     accumulator,
@@ -149,7 +149,6 @@ def parameters_with_gradients(parameters: Parameters, need_phi: bool) -> tuple[T
 def save_with_coefficients(
     ctx: Any,
     tensors: Sequence[Any],
-    res: Tensor | None,
     z: Tensor | None,
     ms: Tensor | None,
     u: Tensor | None = None,
@@ -162,8 +161,12 @@ def save_with_coefficients(
     """
     norms = () if normed is None else (u if normed else None,)
     ctx.save_for_backward(*tensors, *((z, ms) if ctx.recipe.dynamic else (None, None)), *norms)
-    mark_hidden(ctx, z, ms, u, res if ctx.recipe.residual == "identity" else None)
     ctx.set_materialize_grads(False)
+
+
+def hide_kept(ctx: Any, res: Tensor | None, *kept: Tensor | None) -> None:
+    """Outputs of such an operator that are no results: those kept for backward, and a res that stands for None."""
+    mark_hidden(ctx, *kept, res if ctx.recipe.residual == "identity" else None)
 
 
 def empty_coefficients(x: Tensor, recipe: Recipe) -> tuple[Tensor, ...]:
@@ -233,6 +236,8 @@ _bwd = register(
 
 
 class _Coefficients(Operator):
+    results = 3
+
     @staticmethod
     def forward(
         x: Tensor,
@@ -246,10 +251,14 @@ class _Coefficients(Operator):
         return _fwd(x, phi, scale, bias, norm_weight, recipe.key, backend)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, ctx.recipe, ctx.backend = inputs
-        _pre, _post, res, z, ms = output
-        save_with_coefficients(ctx, tensors, res, z, ms)
+        save_with_coefficients(ctx, tensors, *output[3:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _Coefficients.save(ctx, inputs, output)
+        hide_kept(ctx, *output[2:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -257,6 +266,9 @@ class _Coefficients(Operator):
         need_phi = need_phi or need_norm_weight
         gradients = call_backward(_bwd, *grads[:3], *ctx.saved_tensors, need_phi, ctx.recipe.key, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
+
+
+_checked = Checked()
 
 
 def coefficients(
@@ -281,8 +293,11 @@ def coefficients(
     Returns:
         Mix(pre [..., N], post [..., N], res [..., N_out, N_in] or None).
     """
-    check_streams(x, recipe)
-    check_parameters(x, phi, scale, bias, norm_weight, recipe)
-    tensors = contiguous(x, phi, scale, bias, norm_weight)
+    given = (x, phi, scale, bias, norm_weight)
+    if not _checked.passed(given, recipe):
+        check_streams(x, recipe)
+        check_parameters(x, phi, scale, bias, norm_weight, recipe)
+        _checked.remember(given, recipe)
+    tensors = contiguous(*given)
     pre, post, res, *_ = _Coefficients.call(*tensors, recipe, choose("coefficients", x, recipe.streams))
     return as_mix(pre, post, res, recipe)

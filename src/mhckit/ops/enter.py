@@ -22,12 +22,13 @@ from torch import Tensor
 from mhckit.recipe import Recipe
 
 from ._backend import choose
-from ._check import check_dtype, check_eps, check_optional, check_parameters, check_streams
+from ._check import Checked, check_dtype, check_eps, check_optional, check_parameters, check_streams
 from ._read import OutNorm, empty_read, first_pre, read_backward, read_reference
 from ._register import Operator, call_backward, contiguous, needed, pack, register, room_for, rounded
 from .coefficients import (
     Parameters,
     as_mix,
+    hide_kept,
     mix_gradients,
     parameters_with_gradients,
     save_with_coefficients,
@@ -126,6 +127,8 @@ _bwd = register(
 
 
 class _Enter(Operator):
+    results = 5
+
     @staticmethod
     def forward(
         x: Tensor,
@@ -143,10 +146,14 @@ class _Enter(Operator):
         return x.view_as(x), *_fwd(x, *parameters, out_norm_eps, out_dtype, recipe.key, backend)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, _out_norm_eps, _out_dtype, ctx.recipe, ctx.backend = inputs
-        _x, _x_in, _pre, _post, res, z, ms, u = output
-        save_with_coefficients(ctx, tensors, res, z, ms, u, normed=tensors[-1] is not None)
+        save_with_coefficients(ctx, tensors, *output[5:], normed=tensors[-1] is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _Enter.save(ctx, inputs, output)
+        hide_kept(ctx, *output[4:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -154,6 +161,9 @@ class _Enter(Operator):
         needs = (need_phi or need_norm_weight, need_out_norm)
         gradients = call_backward(_bwd, *grads[:5], *ctx.saved_tensors, *needs, ctx.recipe.key, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
+
+
+_checked = Checked()
 
 
 def enter(
@@ -184,11 +194,15 @@ def enter(
     Returns:
         x (the same values; continue the chain from this one), x_in [..., C], and the Mix of the sublayer.
     """
-    _, streams, channels = check_streams(x, recipe)
-    check_parameters(x, phi, scale, bias, norm_weight, recipe)
-    check_optional("out_norm_weight", out_norm_weight, "[C]", (channels,), like=x)
-    tensors = contiguous(x, phi, scale, bias, norm_weight, out_norm_weight)
+    given = (x, phi, scale, bias, norm_weight, out_norm_weight)
+    if not _checked.passed(given, recipe):
+        _, _, channels = check_streams(x, recipe)
+        check_parameters(x, phi, scale, bias, norm_weight, recipe)
+        check_optional("out_norm_weight", out_norm_weight, "[C]", (channels,), like=x)
+        _checked.remember(given, recipe)
+    tensors = contiguous(*given)
     out_norm_eps = check_eps("out_norm_eps", out_norm_eps)
     out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
-    x, x_in, pre, post, res, *_ = _Enter.call(*tensors, out_norm_eps, out_dtype, recipe, choose("enter", x, streams))
+    backend = choose("enter", x, recipe.streams)
+    x, x_in, pre, post, res, *_ = _Enter.call(*tensors, out_norm_eps, out_dtype, recipe, backend)
     return x, x_in, as_mix(pre, post, res, recipe)

@@ -20,7 +20,7 @@ from torch import Tensor
 from mhckit.recipe import Recipe
 
 from ._backend import choose
-from ._check import check_dtype, check_shape, check_streams
+from ._check import Checked, check_dtype, check_shape, check_streams
 from ._register import (
     Operator,
     absent,
@@ -132,6 +132,8 @@ _bwd = register(
 
 
 class _Head(Operator):
+    results = 1
+
     @staticmethod
     def forward(
         x: Tensor,
@@ -146,18 +148,25 @@ class _Head(Operator):
         return _fwd(x, fn, scale, base, pre, out_dtype, recipe.key, backend)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, _out_dtype, ctx.recipe, ctx.backend = inputs
         _h, z, ms = output
         learned = tensors[1] is not None
         ctx.save_for_backward(*tensors, *((z, ms) if learned else (None, None)))
-        mark_hidden(ctx, z, ms)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _Head.save(ctx, inputs, output)
+        mark_hidden(ctx, *output[1:])
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         need_fn = ctx.needs_input_grad[1]
         gradients = call_backward(_bwd, dh, *ctx.saved_tensors, need_fn, ctx.recipe.key, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
+
+
+_checked = Checked()
 
 
 def head(
@@ -182,6 +191,17 @@ def head(
     Returns:
         h [..., C].
     """
+    given = (x, fn, scale, base, pre)
+    if not _checked.passed(given, recipe):
+        _check_given(*given, recipe)
+        _checked.remember(given, recipe)
+    out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
+    return _Head.call(*contiguous(*given), out_dtype, recipe, choose("head", x, recipe.streams))[0]
+
+
+def _check_given(
+    x: Tensor, fn: Tensor | None, scale: Tensor | None, base: Tensor | None, pre: Tensor | None, recipe: Recipe
+) -> None:
     lead, streams, channels = check_streams(x, recipe)
     shapes = {
         "fn": (fn, "learned", "[N, N*C]", (streams, streams * channels)),
@@ -196,5 +216,3 @@ def head(
             raise ValueError(
                 f"{name} must be None: it belongs to head={kind!r} and the recipe has head={recipe.head!r}"
             )
-    out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
-    return _Head.call(*contiguous(x, fn, scale, base, pre), out_dtype, recipe, choose("head", x, streams))[0]

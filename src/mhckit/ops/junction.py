@@ -25,10 +25,26 @@ from torch import Tensor
 from mhckit.recipe import Recipe
 
 from ._backend import choose
-from ._check import check_dtype, check_eps, check_mix, check_optional, check_parameters, check_shape, check_streams
+from ._check import (
+    Checked,
+    check_dtype,
+    check_eps,
+    check_mix,
+    check_optional,
+    check_parameters,
+    check_shape,
+    check_streams,
+)
 from ._read import OutNorm, empty_read, read_backward, read_reference
 from ._register import Operator, call_backward, contiguous, empty, needed, pack, register, room_for, rounded
-from .coefficients import Parameters, as_mix, mix_gradients, parameters_with_gradients, save_with_coefficients
+from .coefficients import (
+    Parameters,
+    as_mix,
+    hide_kept,
+    mix_gradients,
+    parameters_with_gradients,
+    save_with_coefficients,
+)
 from .mix import Mix
 from .post import post_backward, post_reference
 
@@ -141,6 +157,8 @@ _bwd = register(
 
 
 class _Junction(Operator):
+    results = 5
+
     @staticmethod
     def forward(
         x: Tensor,
@@ -164,10 +182,14 @@ class _Junction(Operator):
         return _fwd(*write, *parameters, out_norm_eps, out_dtype, recipe.key, backend)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, _out_norm_eps, _out_dtype, ctx.recipe, ctx.backend = inputs
-        y, _x_in, _pre, _post, res, z, ms, u = output
-        save_with_coefficients(ctx, (*tensors, y), res, z, ms, u, normed=tensors[-1] is not None)
+        save_with_coefficients(ctx, (*tensors, output[0]), *output[5:], normed=tensors[-1] is not None)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _Junction.save(ctx, inputs, output)
+        hide_kept(ctx, *output[4:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -175,6 +197,9 @@ class _Junction(Operator):
         needs = (need_phi or need_norm_weight, need_out_norm)
         gradients = call_backward(_bwd, *grads[:5], *ctx.saved_tensors, *needs, ctx.recipe.key, ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
+
+
+_checked = Checked()
 
 
 def junction(
@@ -208,17 +233,21 @@ def junction(
     Returns:
         y [..., N, C], the new streams; x_in [..., C], the next sublayer's input; and the next sublayer's Mix.
     """
-    lead, streams, channels = check_streams(x, recipe)
-    check_shape("f", f, "[..., C]", (*lead, channels), like=x)
-    mix = check_mix(mix, x, recipe)
-    check_parameters(x, phi, scale, bias, norm_weight, recipe)
-    check_optional("f_bias", f_bias, "[C]", (channels,), like=x)
-    check_optional("out_norm_weight", out_norm_weight, "[C]", (channels,), like=x)
+    parts = mix if type(mix) is Mix else (mix,)
+    given = (x, f, f_bias, *parts, phi, scale, bias, norm_weight, out_norm_weight)
+    if not _checked.passed(given, recipe):
+        lead, _, channels = check_streams(x, recipe)
+        check_shape("f", f, "[..., C]", (*lead, channels), like=x)
+        mix = check_mix(mix, x, recipe)
+        check_parameters(x, phi, scale, bias, norm_weight, recipe)
+        check_optional("f_bias", f_bias, "[C]", (channels,), like=x)
+        check_optional("out_norm_weight", out_norm_weight, "[C]", (channels,), like=x)
+        _checked.remember(given, recipe)
     shifted_pre = mix.pre if recipe.shifted else None
     tensors = contiguous(x, f, f_bias, shifted_pre, mix.post, mix.res, phi, scale, bias, norm_weight, out_norm_weight)
     out_norm_eps = check_eps("out_norm_eps", out_norm_eps)
     out_dtype = check_dtype("out_dtype", out_dtype, x.dtype)
     y, x_in, pre, post, res, *_ = _Junction.call(
-        *tensors, out_norm_eps, out_dtype, recipe, choose("junction", x, streams)
+        *tensors, out_norm_eps, out_dtype, recipe, choose("junction", x, recipe.streams)
     )
     return y, x_in, as_mix(pre, post, res, recipe)

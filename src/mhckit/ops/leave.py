@@ -11,9 +11,11 @@ from torch import Tensor
 
 from mhckit.recipe import Recipe
 
-from ._check import check_mix, check_streams
+from ._check import Checked, check_mix, check_streams
 from .mix import Mix
 from .post import post
+
+_checked = Checked()
 
 
 def leave(x: Tensor, f: Tensor, mix: Mix, *, recipe: Recipe, f_bias: Tensor | None = None) -> Tensor:
@@ -29,6 +31,9 @@ def leave(x: Tensor, f: Tensor, mix: Mix, *, recipe: Recipe, f_bias: Tensor | No
     Returns:
         y [..., N, C], which ``head`` collapses.
     """
-    check_streams(x, recipe)
-    mix = check_mix(mix, x, recipe)
+    given = (x, *(mix if type(mix) is Mix else (mix,)))
+    if not _checked.passed(given, recipe):
+        check_streams(x, recipe)
+        mix = check_mix(mix, x, recipe)
+        _checked.remember(given, recipe)
     return post(x, f, mix.post, mix.res, f_bias=f_bias)

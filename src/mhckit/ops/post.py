@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ._backend import choose
-from ._check import check_optional, check_shape, check_streams
+from ._check import Checked, check_optional, check_shape, check_streams
 from ._register import Operator, accumulator, call_backward, contiguous, empty, needed, register, room_for, rounded
 
 
@@ -108,6 +108,9 @@ class _Post(Operator):
         return needed(gradients, ctx.needs_input_grad)
 
 
+_checked = Checked()
+
+
 def post(x: Tensor, f: Tensor, post: Tensor, res: Tensor | None, *, f_bias: Tensor | None = None) -> Tensor:
     """Write a sublayer's output into the streams: y = res x + post (f + f_bias).
 
@@ -121,9 +124,12 @@ def post(x: Tensor, f: Tensor, post: Tensor, res: Tensor | None, *, f_bias: Tens
     Returns:
         y [..., N, C] in the dtype of x.
     """
-    lead, streams, channels = check_streams(x)
-    check_shape("f", f, "[..., C]", (*lead, channels), like=x)
-    check_shape("post", post, "[..., N]", (*lead, streams), like=x)
-    check_optional("res", res, "[..., N_out, N_in]", (*lead, streams, streams), like=x)
-    check_optional("f_bias", f_bias, "[C]", (channels,), like=x)
-    return _Post.call(*contiguous(x, f, f_bias, post, res), choose("post", x, streams))
+    given = (x, f, f_bias, post, res)
+    if not _checked.passed(given):
+        lead, streams, channels = check_streams(x)
+        check_shape("f", f, "[..., C]", (*lead, channels), like=x)
+        check_shape("post", post, "[..., N]", (*lead, streams), like=x)
+        check_optional("res", res, "[..., N_out, N_in]", (*lead, streams, streams), like=x)
+        check_optional("f_bias", f_bias, "[C]", (channels,), like=x)
+        _checked.remember(given)
+    return _Post.call(*contiguous(*given), choose("post", x, x.shape[-2]))

@@ -100,6 +100,8 @@ _bwd = register(
 
 
 class _Pre(Operator):
+    results = 1
+
     @staticmethod
     def forward(
         x: Tensor, pre: Tensor, norm_weight: Tensor | None, norm_eps: float, out_dtype: torch.dtype, backend: str
@@ -107,14 +109,18 @@ class _Pre(Operator):
         return _fwd(x, pre, norm_weight, norm_eps, out_dtype, backend)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, _norm_eps, _out_dtype, ctx.backend = inputs
         _x_in, u = output
         ctx.save_for_backward(*tensors, None if tensors[-1] is None else u)
-        mark_hidden(ctx, u)
 
     @staticmethod
-    def backward(ctx: Any, dx_in: Tensor, _du: Tensor) -> tuple[Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _Pre.save(ctx, inputs, output)
+        mark_hidden(ctx, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, dx_in: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         gradients = call_backward(_bwd, dx_in, *ctx.saved_tensors, ctx.needs_input_grad[2], ctx.backend)
         return needed(gradients, ctx.needs_input_grad)
 
