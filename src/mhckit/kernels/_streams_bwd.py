@@ -137,8 +137,8 @@ def streams_bwd_kernel(
         if dx_in is not None:
             d_tile = tl.load(dx_in + narrow_at, mask=loaded, other=0.0)
             d_pieces = pieces(d_tile, PIECE)
-        if phi_parts is not None:
-            phi_tiles = ()
+        phi_tiles = ()
+        if AHEAD:
             for piece in tl.static_range(BLOCK_C // PIECE):
                 for o in tl.static_range(N):
                     phi_tiles = phi_tiles + (load_phi(phi_parts, o, start + piece * PIECE, C, PACKED, PIECE),)
@@ -165,7 +165,11 @@ def streams_bwd_kernel(
                         y = streams[o]
                         if f is not None:
                             y = write_stream(o, streams, f_piece, post_columns, res_columns, N)
-                        G = dot_phi(dz_blocks, phi_tiles[piece * N + o], CHAINS, FOLD)
+                        if AHEAD:
+                            G = dot_phi(dz_blocks, phi_tiles[piece * N + o], CHAINS, FOLD)
+                        else:
+                            tiles = load_phi(phi_parts, o, start + piece * PIECE, C, PACKED, PIECE)
+                            G = dot_phi(dz_blocks, tiles, CHAINS, FOLD)
                         G += k * y
                     else:
                         G = tl.zeros((BLOCK_T, PIECE), tl.float32)
@@ -372,5 +376,5 @@ def _launch(
         N=N, WIDTH=width, PACKED=packed_rows(rows, C), DENSE=dense, CHAINS=chains,
         DZ_WIDTH=packed_dz_width(rows),
         PIECE=PHI_BLOCK if dots else launch.block_c, FOLD=channels_per_thread(launch) if dots else 8,
-        IN_THREAD=in_thread, AHEAD=dots and N <= 4, **launch.meta(),
+        IN_THREAD=in_thread, AHEAD=dots and N <= 4 and launch.num_stages > 1, **launch.meta(),
     )  # fmt: skip
