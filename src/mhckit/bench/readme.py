@@ -59,13 +59,29 @@ def trace_block(lines: list[Line]) -> str:
 
 
 def cost_block(lines: list[Line]) -> str:
-    """Training steps, a table for every run and case: time, memory and parts, beside the plain residual's."""
-    tables = []
-    for commit in dict.fromkeys(line["commit"] for line in lines):
-        of_run = of_kind(lines, "training", commit=commit)
-        for case in dict.fromkeys(line["case"] for line in of_run):
-            tables.append(_costs([line for line in of_run if line["case"] == case]))
-    return "\n\n".join(tables)
+    """Training steps: what each run saw of every case, and of the last one also memory and parts."""
+    runs = [_by_case(of_kind(lines, "training", commit=commit)) for commit in dict.fromkeys(_commits(lines))]
+    return "\n\n".join([_overheads(runs), *map(_costs, runs[-1].values())])
+
+
+def _commits(lines: list[Line]) -> list[str]:
+    return [line["commit"] for line in lines]
+
+
+def _by_case(lines: list[Line]) -> dict[str, list[Line]]:
+    return {case: [line for line in lines if line["case"] == case] for case in dict.fromkeys(x["case"] for x in lines)}
+
+
+def _overheads(runs: list[dict[str, list[Line]]]) -> str:
+    """A row per run and case: how much longer a step takes than with the plain residual."""
+    names = list(dict.fromkeys(line["variant"] for run in runs for lines in run.values() for line in lines[1:]))
+    rows = []
+    for run in runs:
+        for lines in run.values():
+            over = {line["variant"]: line["milliseconds"] / lines[0]["milliseconds"] - 1 for line in lines[1:]}
+            shown = [f"{over[name]:+.1%}" if name in over else "" for name in names]
+            rows.append([lines[0]["commit"], f"C {lines[0]['channels']}", f"{lines[0]['milliseconds']:.1f}", *shown])
+    return _markdown(["commit", "model", "plain, ms / step", *names], rows)
 
 
 def _costs(lines: list[Line]) -> str:
