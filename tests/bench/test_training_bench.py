@@ -52,24 +52,53 @@ def test_another_model_is_told_apart(change: Callable[[LanguageModel], None]) ->
     assert distance(_gradients(FUSED, change), _gradients(FUSED)) > 2 * training.TOLERANCE
 
 
-def test_a_variant_with_other_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    gradients = {"plain": 3.0, "mhckit": 2.0, "mhckit, recompute": 2.01, "unfused PyTorch": 2.3}
-    monkeypatch.setattr(
-        training, "_measure_variant", lambda case, variant: ({}, torch.full((2, 24), gradients[variant.name]))
-    )
+CASE = TrainingCase("small", CONFIG, 1, 8)
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Measurements without a GPU: who was timed, in order; the first variant takes 10 ms a step, the next 20, ..."""
+    timed: list[str] = []
+    names = [variant.name for variant in VARIANTS]
+
+    def prepare(case: TrainingCase, variant: training.Variant) -> training.Run:
+        gradients = {"plain": 3.0, "mhckit": 2.0, "mhckit, recompute": 2.01, "unfused PyTorch": 2.3}
+        line = {"case": case.name, "variant": variant.name}
+        return training.Run(variant, line, torch.full((2, 24), gradients[variant.name]), lambda: variant.name)
+
+    def milliseconds(step: Callable[[], str]) -> list[float]:
+        timed.append(step())
+        drift = timed.count(timed[-1])
+        return [10.0 * (1 + names.index(timed[-1])) + drift] * 3
+
+    monkeypatch.setattr(training, "_prepare", prepare)
+    monkeypatch.setattr(training, "_step_milliseconds", milliseconds)
     monkeypatch.setattr(training, "_free", lambda: None)
-    kinds = [line["kind"] for line in training.measure(TrainingCase("small", CONFIG, 1, 8))]
-    assert kinds == ["training", "training", "training", "refused"]
+    return timed
 
 
-def test_too_large_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_memory(case: TrainingCase, variant: training.Variant) -> dict[str, float]:
+def test_a_variant_with_other_gradients_is_refused(turns: list[str]) -> None:
+    lines = list(training.measure(CASE))
+    assert [line["kind"] for line in lines] == ["training", "training", "training", "refused"]
+    assert "milliseconds" not in lines[-1] and lines[-1]["error"] > training.TOLERANCE
+
+
+def test_variants_take_turns_and_the_unfused_one_comes_alone(turns: list[str]) -> None:
+    lines = list(training.measure(CASE))
+    *together, alone = (variant.name for variant in VARIANTS)
+    assert turns == together * training.ROUNDS + [alone] * training.ROUNDS
+    middle = (1 + training.ROUNDS) / 2
+    assert [line["milliseconds"] for line in lines[:3]] == [10 + middle, 20 + middle, 30 + middle]
+    assert lines[0]["tokens_per_second"] == round(8e3 / (10 + middle))
+
+
+def test_too_large_is_said(monkeypatch: pytest.MonkeyPatch, turns: list[str]) -> None:
+    def out_of_memory(case: TrainingCase, variant: training.Variant) -> training.Run:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(training, "_measure_variant", out_of_memory)
-    monkeypatch.setattr(training, "_free", lambda: None)
-    lines = list(training.measure(TrainingCase("small", CONFIG, 1, 8)))
-    assert [line["absent"] for line in lines] == ["out of memory"] * 4
+    monkeypatch.setattr(training, "_prepare", out_of_memory)
+    lines = list(training.measure(CASE))
+    assert [line["absent"] for line in lines] == ["out of memory"] * 4 and turns == []
     assert overhead_table(lines).row_count == 4
 
 

@@ -30,7 +30,9 @@ from .timing import environment
 
 RECIPE = "deepseek_v4"
 WARM_UP = 3
-STEPS = 16
+STEPS = 6
+# Variants take turns so often.
+ROUNDS = 4
 # How far the gradients of the connections' biases may be apart, in relative norm, of bfloat16 models that round in
 # different places. The biases are far from their initial values, so that a matrix transposed is farther off.
 TOLERANCE = 0.1
@@ -87,7 +89,6 @@ class Variant:
         return model.to(torch.bfloat16)
 
     def compile(self, model: LanguageModel) -> None:
-        torch.compiler.reset()
         for block in model.blocks:
             for module in (block.attn, block.mlp) if self.recompute else (block,):
                 module.compile(dynamic=False)  # type: ignore[operator]
@@ -101,26 +102,74 @@ VARIANTS = (
 )
 
 
+@dataclass(frozen=True)
+class Run:
+    """A variant that is ready to be timed: what is known of it, the gradients that are compared, and its step."""
+
+    variant: Variant
+    line: Line
+    gradients: Tensor
+    step: Callable[[], object]
+
+
 def measure(case: TrainingCase, variants: tuple[Variant, ...] = VARIANTS) -> Iterator[Line]:
-    """A line per variant; one of mHC whose gradients are unlike those of the first is refused."""
+    """A line per variant; one of mHC whose gradients are unlike those of the first is refused.
+
+    A GPU at its power limit drifts by more than variants differ, so they take turns. The unfused one, for whose
+    activations the memory is needed, comes alone.
+    """
     expected: Tensor | None = None
+    for group in (tuple(v for v in variants if not v.unfused), tuple(v for v in variants if v.unfused)):
+        lines, expected = _measure_together(case, group, expected)
+        _free()
+        yield from lines
+
+
+def _measure_together(
+    case: TrainingCase, variants: tuple[Variant, ...], expected: Tensor | None
+) -> tuple[list[Line], Tensor | None]:
+    """Their lines, and the gradients that those of mHC must have: given, or the first ones."""
+    runs, lines = _prepare_all(case, variants)
+    times = _take_turns([run.step for run in runs])
+    for run, milliseconds in zip(runs, times, strict=True):
+        error = 0.0
+        if run.variant.residual != "plain":
+            expected = run.gradients if expected is None else expected
+            error = distance(run.gradients, expected)
+        if error < TOLERANCE:
+            lines.append({"kind": "training", **run.line, **_speed(case, milliseconds)})
+        else:
+            lines.append({"kind": "refused", **run.line, "error": error})
+    return lines, expected
+
+
+def _prepare_all(case: TrainingCase, variants: tuple[Variant, ...]) -> tuple[list[Run], list[Line]]:
+    """Those that fit into memory together, and a line for each that does not."""
+    runs, too_large = [], []
     for variant in variants:
-        line: Line = {"case": case.name, "variant": variant.name, **_size(case)}
         try:
-            measured, gradients = _measure_variant(case, variant)
-            line |= measured
+            runs.append(_prepare(case, variant))
         except torch.OutOfMemoryError:
-            yield {**line, "kind": "training", "absent": "out of memory"}
-            continue
-        finally:
-            _free()
-        if variant.residual != "plain":
-            expected = gradients if expected is None else expected
-            error = distance(gradients, expected)
-            if not error < TOLERANCE:
-                yield {**line, "kind": "refused", "error": error}
-                continue
-        yield {"kind": "training", **line}
+            too_large.append({**_described(case, variant), "kind": "training", "absent": "out of memory"})
+    return runs, too_large
+
+
+def _take_turns(steps: list[Callable[[], object]]) -> list[float]:
+    """Milliseconds of each step, the median over all rounds."""
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(ROUNDS):
+        for step, of_step in zip(steps, times, strict=True):
+            step()
+            of_step += _step_milliseconds(step)
+    return [statistics.median(of_step) for of_step in times]
+
+
+def _speed(case: TrainingCase, milliseconds: float) -> Line:
+    return {
+        "milliseconds": round(milliseconds, 3),
+        "tokens_per_second": round(1e3 * case.tokens / milliseconds),
+        "rounds": ROUNDS,
+    }
 
 
 def spread_out(model: LanguageModel) -> None:
@@ -147,8 +196,9 @@ def _biases(model: LanguageModel) -> list[Tensor]:
     return [module.bias for module in model.modules() if isinstance(module, HyperConnection)]
 
 
-def _measure_variant(case: TrainingCase, variant: Variant) -> tuple[Line, Tensor]:
-    """And the gradients that are compared, of the first step."""
+def _prepare(case: TrainingCase, variant: Variant) -> Run:
+    """Built, compiled, warm, and with all but its time measured. Memory is its own, whatever else there is."""
+    before = torch.cuda.memory_allocated()
     model = variant.build(case.config)
     spread_out(model)
     variant.compile(model)
@@ -175,31 +225,30 @@ def _measure_variant(case: TrainingCase, variant: Variant) -> tuple[Line, Tensor
     for _ in range(WARM_UP):
         step()
     torch.cuda.reset_peak_memory_stats()
-    milliseconds = _step_milliseconds(step)
-    peak = torch.cuda.max_memory_allocated()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
     where = where_time_goes(step)
-    activations = _activation_bytes(forward)
-    line = {
-        "milliseconds": round(milliseconds, 3),
-        "tokens_per_second": round(1e3 * case.tokens / milliseconds),
+    line: Line = {
+        **_described(case, variant),
         "peak_bytes": peak,
-        "activation_bytes": activations,
+        "activation_bytes": _activation_bytes(forward),
         "loss": loss.item(),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "where": where,
     }
-    return line, gradients
+    torch.cuda.empty_cache()
+    return Run(variant, line, gradients, step)
 
 
-def _step_milliseconds(step: Callable[[], object]) -> float:
-    """One after the other as a training loop runs them, without waiting for the GPU in between."""
+def _step_milliseconds(step: Callable[[], object]) -> list[float]:
+    """Of each of some steps, one after the other as a training loop runs them, without waiting for the GPU between."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
     events[0].record()
     for event in events[1:]:
         step()
         event.record()
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in itertools.pairwise(events))
+    return [begin.elapsed_time(end) for begin, end in itertools.pairwise(events)]
 
 
 def _activation_bytes(forward: Callable[[], Tensor]) -> int:
@@ -253,9 +302,10 @@ def _free() -> None:
     torch.cuda.empty_cache()
 
 
-def _size(case: TrainingCase) -> Line:
+def _described(case: TrainingCase, variant: Variant) -> Line:
     config = case.config
-    return {"channels": config.dim, "layers": config.layers, "batch": case.batch, "positions": case.positions}
+    size = {"channels": config.dim, "layers": config.layers, "batch": case.batch, "positions": case.positions}
+    return {"case": case.name, "variant": variant.name, **size}
 
 
 def run_training(
