@@ -294,6 +294,7 @@ def configurations(everything: bool) -> list[Configuration]:
     if not everything:
         for n, channels in ((2, 2048), (3, 520), (5, 2048)):
             listed.append(Configuration(_JUNCTION, deepseek.replace(streams=n), channels=channels))
+        listed.append(Configuration(("junction", "post"), deepseek, channels=32, optional=False))
         return [*listed, Configuration(_JUNCTION, deepseek, targets=_OTHER_TARGETS)]
     for recipe, dtypes in itertools.product(every, ("bf16", "fp16", "fp32", "fp32/bf16")):
         listed.append(Configuration(_ALL, recipe, dtypes=dtypes))
@@ -303,6 +304,8 @@ def configurations(everything: bool) -> list[Configuration]:
         listed.append(Configuration(_SPINE, deepseek.replace(streams=n), channels=channels))
     lite = Recipe.preset("mhc_lite", streams=5)
     listed.append(Configuration(_SPINE, lite, channels=2048, targets=("sm_90", *_OTHER_TARGETS)))
+    for n, channels in itertools.product((4, 8), (8, 16, 32, 64, 128)):
+        listed.append(Configuration(_SPINE, deepseek.replace(streams=n), channels=channels, optional=False))
     return [*listed, Configuration(_ALL, deepseek, targets=_OTHER_TARGETS)]
 
 

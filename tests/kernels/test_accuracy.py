@@ -48,7 +48,9 @@ WIDE = [
     (operator, streams)
     for operator in OPERATORS
     for streams in range(1, 9)
-    if operator not in ("leave", "enter", "coefficients")  # post and junction have their code
+    # post and junction have the code of these, but for the streams' gradient beside a norm and no write-back
+    if not (operator in ("leave", "coefficients") or (operator == "enter" and streams not in (2, 8)))
+    and not (DEVICE == "cuda" and operator == "enter")
     and not (DEVICE == "cuda" and operator == "junction" and streams in (6, 7))  # compiled for minutes
 ]
 

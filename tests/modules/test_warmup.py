@@ -12,6 +12,7 @@ import pytest
 import torch
 from recipes import every_recipe
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import mhckit
 from mhckit import MHC, HyperConnection, HyperHead, Recipe, Streams, warmup
@@ -148,6 +149,13 @@ def test_nothing_of_the_model_is_touched() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generators)
     assert _launcher.observer is None
+
+
+def test_what_a_module_holds_besides_its_parameters_gets_no_gradient() -> None:
+    connection = HyperConnection(16, RECIPES["deepseek_v4"])
+    parametrize.register_parametrization(connection, "phi", nn.Identity())
+    _warmed(nn.ModuleList([connection]), Kinds(torch.bfloat16))
+    assert all(parameter.grad is None for parameter in connection.parameters())
 
 
 class Sharded(HyperConnection):

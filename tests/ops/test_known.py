@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mhckit
 from mhckit import Recipe
@@ -94,6 +95,22 @@ def test_a_tensor_given_twice_is_not_kept() -> None:
     known, x = Known(), _x()
     known.keep((x, x), (), "value")
     assert known.find((x, x), ()) is None and known.find((_x(), _x()), ()) is None
+
+
+def test_what_is_known_is_not_kept_again() -> None:
+    known = _known_one()
+    known.keep((_x(), None, _x(5)), ("recipe", 2), "another")
+    assert known.find((_x(), None, _x(5)), ("recipe", 2)) == "value"
+    assert [len(variants) for variants in known._kinds.values()] == [1]
+
+
+def test_sizes_that_are_symbols() -> None:
+    """They have no hash, and a trace of a call goes on as if no call had been seen."""
+    call = make_call("post", RECIPE, lead=(3,), channels=8, dtype=torch.float32)
+    call()
+    x, f, post, res = (call.tensors[name] for name in ("x", "f", "post", "res"))
+    traced = make_fx(lambda x, f, post, res: mhckit.post(x, f, post, res), tracing_mode="symbolic")(x, f, post, res)
+    assert torch.equal(traced(x, f, post, res), mhckit.post(x, f, post, res))
 
 
 def test_no_tensor_is_kept_alive() -> None:

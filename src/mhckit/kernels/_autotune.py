@@ -25,6 +25,11 @@ def is_enabled() -> bool:
     return os.environ.get("MHCKIT_AUTOTUNE") == "1" and not torch.cuda.is_current_stream_capturing()
 
 
+def candidates(constants: dict[str, Any]) -> tuple[int, ...]:
+    """Steps in flight to choose from. Where there are several, other constants may count on it: never one alone."""
+    return CANDIDATES if constants["STAGES"] == 1 else CANDIDATES[1:]
+
+
 def tuned(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> dict[str, Any]:
     """constants, with STAGES the fastest of the candidates that the device can run."""
     if "STAGES" not in constants:
@@ -32,7 +37,7 @@ def tuned(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: 
     key = _describe(kernel, args, constants)
     found = _load()
     if key not in found:
-        times = {stages: _time(kernel, grid, args, constants | {"STAGES": stages}) for stages in CANDIDATES}
+        times = {stages: _time(kernel, grid, args, constants | {"STAGES": stages}) for stages in candidates(constants)}
         best = min(times, key=times.__getitem__)
         if times[best] == float("inf"):
             raise RuntimeError(f"{kernel.__name__} fits this device with none of {CANDIDATES} loop steps in flight")

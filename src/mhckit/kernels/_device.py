@@ -25,14 +25,14 @@ def channels_exist(c, C: tl.constexpr, BLOCK_C: tl.constexpr):
 
 
 @triton.jit
-def row_start(t, ROWS: tl.constexpr, C: tl.constexpr):
-    """Where the first of a token's ROWS rows of C channels begins.
+def row_start(x, t, ROWS: tl.constexpr, C: tl.constexpr):
+    """Where the first of a token's ROWS rows of C channels of x begins.
 
     Rows that are not aligned are loaded and stored element by element. Some of them start at wider boundaries than
     others; the compiler would give each the layout that its own alignment allows, and exchange tiles between threads to
-    mix them. A term it knows nothing about (grids have no third axis here) makes them all alike.
+    mix them. A term it knows nothing about makes them all alike: 0, since kernels that call this have two-axis grids.
     """
-    if C % 8 == 0:
+    if C * x.dtype.element_ty.primitive_bitwidth % 128 == 0:
         return t * (ROWS * C)
     else:
         return t * (ROWS * C) + tl.program_id(2)

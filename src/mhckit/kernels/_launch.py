@@ -72,6 +72,11 @@ def loads_are_wide(x: Tensor) -> bool:
     return x.element_size() == 2 and x.shape[-1] % 8 == 0
 
 
+def threads_hold_neighbours(x: Tensor, launch: Launch) -> bool:
+    """Whether a thread holds eight neighbouring channels of a tile that was loaded: wide loads, and enough of it."""
+    return loads_are_wide(x) and launch.block_t * launch.block_c >= 8 * 32 * launch.num_warps
+
+
 def rows_are_aligned(x: Tensor) -> bool:
     """Whether every row of channels starts at a multiple of 16 bytes."""
     return x.shape[-1] * x.element_size() % 16 == 0
@@ -218,6 +223,13 @@ def streams_bwd_launch(
         return Launch(block_t=32, block_c=32, num_warps=8, num_stages=2 if fits else 1)
     block_c = 64 if channels > 32 and channels % 8 == 0 and shared >= 128 << 10 else 32
     return Launch(block_t=32, block_c=block_c, num_warps=4, num_stages=2 if rows <= ROWS else 1)
+
+
+def loads_ahead(launch: Launch, streams: int, rows: int, shared: int) -> bool:
+    """Whether J begins the loads of its next step before it works on this one (see `_streams_bwd`): where loads are in
+    flight at all, and shared memory holds phi's tiles of both steps.
+    """
+    return rows > 0 and streams <= 4 and launch.num_stages > 1 and shared >= 128 << 10
 
 
 def channels_per_thread(launch: Launch) -> int:

@@ -52,12 +52,12 @@ from ._launch import (
     FLOAT,
     PHI_BLOCK,
     cdiv,
-    loads_are_wide,
     packs_densely,
     padded_parts,
     read_bwd_launch,
     residual_launch,
     rows_are_aligned,
+    threads_hold_neighbours,
 )
 from ._launcher import run
 from ._math import Math
@@ -386,7 +386,7 @@ def read_bwd(
         tokens, channels, k_factor, residual_programs, pack_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
         PACKED=packed, DENSE=packs_densely(math.rows, channels), PADDED_ROWS=padded_parts(math.rows, channels),
-        PACKED_CHANNELS=packed_channels, PHI_BLOCK=PHI_BLOCK, FOLD=8 if y is not None and loads_are_wide(y) else 1,
-        **launch.meta(),
+        PACKED_CHANNELS=packed_channels, PHI_BLOCK=PHI_BLOCK,
+        FOLD=8 if y is not None and threads_hold_neighbours(y, launch) else 1, **launch.meta(),
     )  # fmt: skip
     return CoefficientGradients(k, k_more, sums)

@@ -44,7 +44,7 @@ from ._launch import (
     cdiv,
     channels_per_thread,
     dots_stay_in_threads,
-    loads_are_wide,
+    loads_ahead,
     packed_dz_width,
     packed_rows,
     packs_densely,
@@ -52,6 +52,7 @@ from ._launch import (
     shared_memory_of,
     slice_width,
     streams_bwd_launch,
+    threads_hold_neighbours,
     tokens_of,
 )
 from ._launcher import run
@@ -125,17 +126,16 @@ def streams_bwd_kernel(
         c_tile = start + tl.arange(0, BLOCK_C)
         exists = channels_exist(c_tile, C, BLOCK_C)
         loaded = live[:, None] & exists[None, :]
-        wide_at = row_start(t, N, C)[:, None] + c_tile[None, :]
-        narrow_at = row_start(t, 1, C)[:, None] + c_tile[None, :]
+        wide_at = row_start(dx, t, N, C)[:, None] + c_tile[None, :]
         x_pieces = () if x is None else _load_pieces(x, wide_at, loaded, C, N, PIECE)
         g_pieces = () if g is None else _load_pieces(g, wide_at, loaded, C, N, PIECE)
         if f is not None:
-            f_tile = tl.load(f + narrow_at, mask=loaded, other=0.0)
+            f_tile = tl.load(f + row_start(f, t, 1, C)[:, None] + c_tile[None, :], mask=loaded, other=0.0)
             if f_bias is not None:
                 f_tile = f_tile.to(tl.float32) + load_float(f_bias, c_tile, exists)[None, :]
             f_pieces = pieces(f_tile, PIECE)
         if dx_in is not None:
-            d_tile = tl.load(dx_in + narrow_at, mask=loaded, other=0.0)
+            d_tile = tl.load(dx_in + row_start(dx_in, t, 1, C)[:, None] + c_tile[None, :], mask=loaded, other=0.0)
             d_pieces = pieces(d_tile, PIECE)
         phi_tiles = ()
         if AHEAD:
@@ -149,7 +149,7 @@ def streams_bwd_kernel(
                 c = start + piece * PIECE + tl.arange(0, PIECE)
                 here = channels_exist(c, C, BLOCK_C)
                 tile = live[:, None] & here[None, :]
-                at = row_start(t, N, C)[:, None] + c[None, :]
+                at = row_start(dx, t, N, C)[:, None] + c[None, :]
                 if x is not None:
                     streams = _as_float(x_pieces, piece, N)
                 if f is not None:
@@ -194,7 +194,7 @@ def streams_bwd_kernel(
                         dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
                 if f is not None:
                     sums = next_sums
-                    store_as(df, row_start(t, 1, C)[:, None] + c[None, :], df_tile, tile)
+                    store_as(df, row_start(df, t, 1, C)[:, None] + c[None, :], df_tile, tile)
                     if df_sums is not None:
                         summed = tl.sum(tl.where(tile, df_tile, 0.0), 0)
                         store_as(df_sums, tl.program_id(0).to(tl.int64) * C + c, summed, here)
@@ -369,12 +369,12 @@ def _launch(
     *tensors, rows = projection
     dots, dense = rows > 0, packs_densely(rows, C)
     chains = launch.num_warps == 4 or (dense and launch.num_stages > 1)
-    in_thread = dots_stay_in_threads(like.device) if dots else loads_are_wide(like)
+    in_thread = dots_stay_in_threads(like.device) if dots else threads_hold_neighbours(like, launch)
     run(
         streams_bwd_kernel, (cdiv(T, launch.block_t), cdiv(C, width)),
         g, *collapse, *tensors, *streams, *gradients, T, C, rows,
         N=N, WIDTH=width, PACKED=packed_rows(rows, C), DENSE=dense, CHAINS=chains,
         DZ_WIDTH=packed_dz_width(rows),
         PIECE=PHI_BLOCK if dots else launch.block_c, FOLD=channels_per_thread(launch) if dots else 8,
-        IN_THREAD=in_thread, AHEAD=dots and N <= 4 and launch.num_stages > 1, **launch.meta(),
+        IN_THREAD=in_thread, AHEAD=loads_ahead(launch, N, rows, shared_memory_of(like.device)), **launch.meta(),
     )  # fmt: skip

@@ -47,8 +47,17 @@ class Counts(NamedTuple):
     loaded: int
 
 
+# An observer is one for the whole process.
+_one_at_a_time = threading.Lock()
+
+
 def recorded(run: Callable[[], object]) -> list[Launch]:
     """The launches that run() would make, its backward included; what others launch meanwhile is launched."""
+    with _one_at_a_time:
+        return _recorded(run)
+
+
+def _recorded(run: Callable[[], object]) -> list[Launch]:
     launches: list[Launch] = []
     outer, operators = _launcher.observer, _Operators()
 
@@ -127,7 +136,7 @@ class _Compilers(ThreadPoolExecutor):
 def _candidates(launches: Iterable[Launch]) -> Iterator[Launch]:
     """What a search for launch parameters will time."""
     for launch in launches:
-        for stages in _autotune.CANDIDATES if "STAGES" in launch.constants else (None,):
+        for stages in _autotune.candidates(launch.constants) if "STAGES" in launch.constants else (None,):
             change = {} if stages is None else {"STAGES": stages}
             yield launch._replace(constants=launch.constants | change)
 

@@ -40,6 +40,7 @@ from ._launch import (
     row_blocks,
     shared_memory_of,
     slice_width,
+    threads_hold_neighbours,
     tokens_of,
     write_launch,
     write_project_launch,
@@ -88,9 +89,9 @@ def write_project_kernel(
         c = start + tl.arange(0, BLOCK_C)
         here = channels_exist(c, C, BLOCK_C)
         tile = live[:, None] & here[None, :]
-        at = row_start(t, N, C)[:, None] + c[None, :]
+        at = row_start(x, t, N, C)[:, None] + c[None, :]
         if f is not None:
-            f_tile = load_float(f, row_start(t, 1, C)[:, None] + c[None, :], tile)
+            f_tile = load_float(f, row_start(f, t, 1, C)[:, None] + c[None, :], tile)
             if f_bias is not None:
                 f_tile += load_float(f_bias, c, here)[None, :]
             streams = load_streams(x, at, tile, C, N)
@@ -224,7 +225,7 @@ def _project(
     run(
         write_project_kernel, (cdiv(T, launch.block_t), splits),
         x, f, f_bias, post, res, phi, norm_weight, y, *partials, T, C, P,
-        N=N, WIDTH=width, ROWS=ROWS, ROW_BLOCKS=row_blocks(P), IN_THREAD=wide, PRECISION=PRECISION,
-        **launch.meta(),
+        N=N, WIDTH=width, ROWS=ROWS, ROW_BLOCKS=row_blocks(P), IN_THREAD=threads_hold_neighbours(x, launch),
+        PRECISION=PRECISION, **launch.meta(),
     )  # fmt: skip
     return partials

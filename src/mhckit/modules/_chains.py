@@ -71,23 +71,27 @@ def run_chain(chain: Chain, kinds: Kinds, device: torch.device) -> None:
         torch.autograd.set_detect_anomaly(False),
         torch.autocast(device.type, enabled=False),
     ):
-        result = _forward(chain, kinds, device)
-        if kinds.training:
-            result.backward(torch.empty_like(result))
+        result, leaves = _forward(chain, kinds, device)
+        if kinds.training:  # gradients of these leaves alone: whatever else a module holds is the model's
+            torch.autograd.grad(result, leaves, torch.empty_like(result), allow_unused=True)
 
 
-def _forward(chain: Chain, kinds: Kinds, device: torch.device) -> Tensor:
+def _forward(chain: Chain, kinds: Kinds, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """What the chain ends with, and the leaves it was made from."""
     options = {"device": device, "requires_grad": kinds.training}
     h = torch.empty(TOKENS, chain.dim, dtype=kinds.dtype, **options)
     f_bias = None if kinds.f_bias_dtype is None else torch.empty(chain.dim, dtype=kinds.f_bias_dtype, **options)
     connection = _like(chain.connection, device)
+    head = None if chain.head is None else _like(chain.head, device)
+    parameters = [p for module in (connection, head) if module is not None for p in module._parameters.values()]
+    leaves = [leaf for leaf in (h, f_bias, *parameters) if leaf is not None and leaf.requires_grad]
     streams = Streams.expand(h, chain.recipe.streams)
     with recompute(every=READS) if kinds.recompute and kinds.training else contextlib.nullcontext():
         for _ in range(READS):
             h, streams = connection.forward(streams)
             f = h.square()  # keeps h for backward, as sublayers do
             streams = streams.write(f if kinds.sublayer_dtype is None else f.to(kinds.sublayer_dtype), f_bias)
-        return streams.tensor if chain.head is None else _like(chain.head, device).forward(streams)
+        return (streams.tensor if head is None else head.forward(streams)), leaves
 
 
 def _like(module: nn.Module, device: torch.device) -> Any:

@@ -21,6 +21,7 @@ except ImportError:  # a private name
     TensorGuards: Any = None
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+_KNOWABLE = frozenset((*PLAIN_TENSORS, type(None)))
 
 # Beyond so many kinds of calls, as with a new number of tokens in every batch, all are forgotten.
 MAX_KINDS = 512
@@ -51,6 +52,8 @@ class Known:
 
         No tensor may be nested: TensorGuards ends the process where it meets one.
         """
+        if not _KNOWABLE.issuperset(map(type, tensors)):
+            return None
         given = [tensor for tensor in tensors if tensor is not None]
         for guards, value in self._kinds.get(_kind(tensors, given, constants), ()):
             if guards.check(*given):
@@ -58,9 +61,11 @@ class Known:
         return None
 
     def keep(self, tensors: Sequence[Tensor | None], constants: tuple[Any, ...], value: Any) -> None:
-        """Keep a value for calls like this one, if its tensors are plain ones, each given once."""
+        """Keep a value for calls like this one, unless there is one; if its tensors are plain ones, each given once."""
+        if not _KNOWABLE.issuperset(map(type, tensors)) or self.find(tensors, constants) is not None:
+            return
         given = [tensor for tensor in tensors if tensor is not None]
-        guards = _guards(given) if all(type(tensor) in PLAIN_TENSORS for tensor in given) else None
+        guards = _guards(given)
         if guards is not None and guards.check(*given):
             kind = _kind(tensors, given, constants)
             if len(self._kinds) >= MAX_KINDS:

@@ -178,7 +178,7 @@ class Operator(torch.autograd.Function):
         """``apply``, or less of it: the results alone, and without autograd where nothing is to be differentiated."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return cls.apply(*args)
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        if torch.is_grad_enabled() or getattr(forward_ad, "_current_level", 0) >= 0:
             return cls._apply_eagerly(*args)
         return cls.forward(*args)
 
@@ -260,7 +260,10 @@ class _Kernel:
     def _repeat(self, args: tuple[Any, ...], *, none_for_absent: bool) -> Any:
         tensors = args[: self.tensors]
         plan = self.plans.find(tensors, args[self.tensors :])
-        return None if plan is None else plan.repeat(tensors, none_for_absent=none_for_absent)
+        if plan is None:
+            return None
+        with _current(plan.device):
+            return plan.repeat(tensors, none_for_absent=none_for_absent)
 
     def _work_out(self, args: tuple[Any, ...], *, none_for_absent: bool) -> Any:
         device = _device_of(args)
