@@ -28,9 +28,10 @@ test-gpu:
 bench:
 	PYTHONPATH=src $(GPU_PYTHON) -m mhckit bench --output $(RESULTS)/junction.jsonl --commit $(COMMIT) $(ARGS)
 
-# The README's results, from the committed measurements; needs no GPU.
+# The README's results and what `mhckit doctor` compares with, from the committed measurements; needs no GPU.
 readme: $(VENV)/installed
 	$(BIN)/python -m mhckit bench readme
+	$(BIN)/python -m mhckit bench committed
 
 # Every kernel configuration, for GPUs this machine need not have; `make test` does a sample.
 crosscompile: $(VENV)/installed

@@ -13,7 +13,7 @@ import mhckit
 
 PACKAGE = Path(mhckit.__file__).parent
 
-# cli -> bench, train, inspect -> modules -> ops -> (lazily) kernels; integrations, compat -> modules, ops.
+# cli -> doctor, bench, train -> modules -> ops -> (lazily) kernels; doctor -> bench; integrations, compat -> modules.
 MAY_IMPORT: dict[str, set[str]] = {
     "recipe": set(),
     "ops": {"recipe"},
@@ -27,7 +27,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": {"", "modules", "ops", "recipe"},
     "testing": {"", "recipe"},
     "bench": {"", "integrations", "kernels", "models", "recipe", "testing"},
-    "cli": {"bench", "train"},
+    "doctor": {"", "bench", "kernels", "ops", "testing"},
+    "cli": {"bench", "doctor", "train"},
     "__main__": {"cli"},
     "": {"modules", "ops", "recipe"},
 }
@@ -45,6 +46,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "testing": {"torch"},
     # Peers are optional: bench times those that happen to be installed.
     "bench": {"liger_kernel", "matplotlib", "rich", "tile_kernels", "torch", "transformers", "triton"},
+    "doctor": {"rich", "torch"},
     "cli": {"rich", "torch", "typer"},
     "__main__": set(),
     "": set(),

@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_contents(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert "mhckit/py.typed" in names
+    assert "mhckit/py.typed" in names and "mhckit/doctor/committed.json" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {"mhckit", f"mhckit-{metadata.version('mhckit')}.dist-info"}
 

@@ -5,6 +5,8 @@ mhckit bench model                    a whole model of transformers, with and wi
 mhckit bench training                 what mHC costs a training step
 mhckit bench plot RESULTS             pictures from measurements
 mhckit bench readme                   the README's table from measurements
+mhckit bench committed                what `mhckit doctor` compares with, from measurements
+mhckit doctor                         examine this machine: versions, paths, a self-test, speed; --json
 mhckit train                          train a language model; alone, or started by torchrun
 mhckit compare RUN ...                a picture of some runs
 mhckit export RUN FILE                a run's weights as safetensors
@@ -13,6 +15,7 @@ mhckit export RUN FILE                a run's weights as safetensors
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +32,7 @@ bench = typer.Typer(add_completion=False)
 app.add_typer(bench, name="bench")
 
 _RESULTS = Path("benchmarks/results/junction.jsonl")
+_COMMITTED = Path("src/mhckit/doctor/committed.json")
 _STEPS = Path("benchmarks/results/training.jsonl")
 _WIDTH_OF_TABLES = 140
 
@@ -133,6 +137,39 @@ def readme(
     path.write_text(with_results(path.read_text(), results))
     page.write_text(with_trace(page.read_text(), results))
     costs.write_text(with_costs(costs.read_text(), steps))
+
+
+@bench.command()
+def committed(
+    results: Annotated[Path, typer.Option(help="JSON lines that `mhckit bench` wrote.")] = _RESULTS,
+    path: Annotated[Path, typer.Option(help="The package's file of speeds.")] = _COMMITTED,
+) -> None:
+    """Write the speeds that `mhckit doctor` compares with anew from the committed measurements."""
+    from mhckit.doctor.committed import speeds_of
+
+    path.write_text(speeds_of(results))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
+) -> None:
+    """Examine this machine: versions, GPU, which implementation runs and why, a self-test of every operator, speed.
+
+    The exit code is 0 if all is well, warnings included, and 1 if something failed; what to do stands below each.
+    """
+    from mhckit.doctor import examine, exit_code
+    from mhckit.doctor.report import as_data, as_table, summary
+
+    with Console(stderr=True).status("examining") as status:
+        findings = examine(status.update)
+    if as_json:
+        print(json.dumps(as_data(findings)))
+    else:
+        console = Console()
+        console.print(as_table(findings))
+        console.print(summary(findings), markup=False)
+    raise SystemExit(exit_code(findings))
 
 
 @app.command()

@@ -11,7 +11,7 @@ import sample
 import torch
 from typer.testing import CliRunner
 
-from mhckit.bench.readme import BEGIN, END, TRACE_BEGIN, TRACE_END
+from mhckit.bench.readme import BEGIN, COST_BEGIN, COST_END, END, TRACE_BEGIN, TRACE_END
 from mhckit.bench.results import append_lines
 from mhckit.bench.sections import Section, chosen_sections
 from mhckit.cli import app
@@ -52,8 +52,10 @@ def test_readme(tmp_path: Path) -> None:
     readme.write_text(f"{BEGIN}\n{END}\n")
     page = tmp_path / "page.md"
     page.write_text(f"{TRACE_BEGIN}\n{TRACE_END}\n")
+    costs = tmp_path / "costs.md"
+    costs.write_text(f"{COST_BEGIN}\n{COST_END}\n")
     append_lines(results, sample.lines())
-    options = ["--results", str(results), "--path", str(readme), "--page", str(page)]
+    options = ["--results", str(results), "--path", str(readme), "--page", str(page), "--costs", str(costs)]
     result = CliRunner().invoke(app, ["bench", "readme", *options])
     assert result.exit_code == 0, result.output
     assert "Sample GPU" in readme.read_text() and "Memset" in page.read_text()

@@ -7,6 +7,8 @@ others, which may round where they like.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,20 +26,51 @@ class WrongResult(RuntimeError):
     """An implementation that must not be timed."""
 
 
+class Comparison(NamedTuple):
+    """One output or gradient: its relative error against float64, torch's at the same dtype, and the tolerance."""
+
+    name: str
+    error: float
+    error_of_torch: float
+    tolerance: float
+
+    @property
+    def allowed(self) -> float:
+        return 2 * self.error_of_torch + self.tolerance
+
+
 def check(implementation: Implementation, call: Call, tolerance: dict[torch.dtype, float] = TOLERANCE) -> None:
     """Raise WrongResult, naming the first output or gradient that is too far from float64."""
-    exact = _reference(call.to(lambda tensor: tensor.double()))
-    rounded = _reference(call)
-    for name, value in _results(implementation, call).items():
-        error = relative_error(value, exact[name])
-        allowed = 2 * relative_error(rounded[name], exact[name]) + tolerance[rounded[name].dtype]
-        if not error <= allowed:
-            raise WrongResult(f"{name}: relative error {error:.2g} against float64, {allowed:.2g} allowed")
+    for each in compare(implementation, call, tolerance):
+        if not each.error <= each.allowed:
+            raise WrongResult(
+                f"{each.name}: relative error {each.error:.2g} against float64, {each.allowed:.2g} allowed"
+            )
 
 
-def _reference(call: Call) -> dict[str, Tensor]:
+def compare(
+    implementation: Implementation,
+    call: Call,
+    tolerance: dict[torch.dtype, float] = TOLERANCE,
+    reference: Implementation = mhckit_outputs,
+) -> list[Comparison]:
+    """Every output and gradient beside ``reference``, which returns the same outputs, in float64."""
+    exact = _reference(reference, call.to(lambda tensor: tensor.double()))
+    rounded = _reference(reference, call)
+    return [
+        Comparison(
+            name,
+            relative_error(value, exact[name]),
+            relative_error(rounded[name], exact[name]),
+            tolerance[rounded[name].dtype],
+        )
+        for name, value in _results(implementation, call).items()
+    ]
+
+
+def _reference(implementation: Implementation, call: Call) -> dict[str, Tensor]:
     with mhckit.backend("reference"):
-        return _results(mhckit_outputs, call)
+        return _results(implementation, call)
 
 
 def _results(implementation: Implementation, call: Call) -> dict[str, Tensor]:
