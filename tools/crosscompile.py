@@ -97,6 +97,7 @@ class Compiled:
     instructions: dict[str, int]
     fused_sums: int
     lost_truncations: int
+    loads_first: bool
     seconds: float
 
 
@@ -168,6 +169,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         instructions=_instructions(assembly),
         fused_sums=_fused_sums(assembly),
         lost_truncations=_lost_truncations(binary.asm.get("ptx", "")),
+        loads_first=_loads_first(binary.asm["ttgir"]),
         seconds=seconds,
     )
 
@@ -226,6 +228,13 @@ def _lost_truncations(ptx: str) -> int:
         elif found := re.match(r"\s*mov\.b64\s+\{_, %r\d+\}, (%rd\d+);", line):
             count += found[1] in joined
     return count
+
+
+def _loads_first(ttgir: str) -> bool:
+    """Whether a loop begins all loads of its next step before its first dot."""
+    _, _, loop = ttgir.partition("scf.for")
+    dot = re.search(r"ttng\.warp_group_dot |tt\.dot ", loop)
+    return dot is None or "ttg.async_copy_global_to_local" not in loop[dot.start() :]
 
 
 def _tool(name: str, option: str, cubin: bytes) -> str:
@@ -330,6 +339,8 @@ def problems(launch: Launch, compiled: Compiled) -> list[str]:
         found.append(f"{compiled.stack} bytes of stack: registers are spilled")
     if compiled.fused_sums and compiled.target in ("sm_80", "sm_90"):  # later ones add pairs: registers are hidden
         found.append(f"{compiled.fused_sums} products are fused into sums across threads")
+    if dict(launch.constants).get("AHEAD") and compiled.target == "sm_90" and not compiled.loads_first:
+        found.append("the loads of the next step are issued behind the work of this one")
     if compiled.lost_truncations:
         found.append(f"{compiled.lost_truncations} offsets keep bits that a shift should have dropped")
     return found
@@ -364,7 +375,7 @@ def check(
     everything: Annotated[bool, typer.Option(help="Not the sample that CI takes, but all of it.")] = False,
     workers: Annotated[int, typer.Option(help="Processes that compile.")] = os.cpu_count() or 1,
 ) -> None:
-    """Compile many configurations; fail on spills, on unstable sums, or where shared memory would not suffice."""
+    """Compile many configurations; fail on spills, unstable sums, late loads, or where shared memory is too small."""
     launches = work(configurations(everything))
     failed = 0
     with concurrent.futures.ProcessPoolExecutor(workers) as pool:

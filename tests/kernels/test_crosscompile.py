@@ -20,7 +20,9 @@ def test_kernels_compile_fit_and_do_not_spill() -> None:
 
 
 def test_the_check_can_fail() -> None:
-    """It sees a kernel that spills, one that fuses products into sums across threads, and one with wrong offsets."""
+    """It sees a kernel that spills, one that fuses products into sums across threads, one with wrong offsets, and one
+    that issues its loads late.
+    """
     code = f"""
 import sys
 sys.path.insert(0, {str(TOOL.parent)!r})
@@ -32,6 +34,9 @@ launches = crosscompile.launches_of("junction", case)
 launch = next(launch for launch in launches if launch.name == "streams_bwd")
 found = crosscompile.problems(launch, crosscompile.compile_launch(launch, "sm_90"))
 assert len(found) == 1 and "bytes of stack" in found[0], found
+copy, dot = "ttg.async_copy_global_to_local %x", "ttng.warp_group_dot %a"
+assert crosscompile._loads_first(f"{{copy}} scf.for {{copy}} {{dot}}")
+assert not crosscompile._loads_first(f"{{copy}} scf.for {{copy}} {{dot}} {{copy}}")
 shuffled = ["SHFL.BFLY PT, R5, R2, 0x10, 0x1f", "MOV R7, R1", "FFMA R5, R0, R0, R5"]
 assert crosscompile._fused_sums(shuffled) == 1
 assert crosscompile._fused_sums([shuffled[0], "FADD R5, R2, R5", shuffled[2]]) == 0

@@ -40,7 +40,7 @@ def tuned(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: 
         times = {stages: _time(kernel, grid, args, constants | {"STAGES": stages}) for stages in candidates(constants)}
         best = min(times, key=times.__getitem__)
         if times[best] == float("inf"):
-            raise RuntimeError(f"{kernel.__name__} fits this device with none of {CANDIDATES} loop steps in flight")
+            raise RuntimeError(f"{kernel.__name__} fits this device with none of {tuple(times)} loop steps in flight")
         found = _load() | {key: best}
         _save(found)
     return constants | {"STAGES": found[key]}

@@ -185,7 +185,7 @@ def read_launch(streams: int, channels: int, *, aligned: bool = True) -> Launch:
 
 
 def read_bwd_launch(streams: int, channels: int, *, aligned: bool = True) -> Launch:
-    """B: sums over channels stay elementwise until the end; few tokens, so that many programs share the memory.
+    """B: sums over channels stay in a thread until the end; few tokens, so that many programs share the memory.
 
     Loads of rows that are not aligned go element by element to registers, and want to be many at a time.
     """

@@ -176,7 +176,7 @@ def streams_bwd_kernel(
                     if g is not None:
                         G += g_pieces[o][piece].to(tl.float32)
                     if dx_in is not None:
-                        if o == 0:  # no earlier: n takes its time
+                        if o == 0:  # behind the first dot, which gives the load of n time
                             d = d_pieces[piece].to(tl.float32)
                             if norm_weight is not None:
                                 d *= n
