@@ -90,6 +90,22 @@ def test_costs_are_beside_the_plain_residual_of_the_same_run(tmp_path: Path) -> 
     assert written.count("2 layers, C 8, 1 x 4 tokens, 2.0B parameters") == 1 and "commit later" in written
 
 
+def test_two_runs_of_one_commit_are_two(tmp_path: Path) -> None:
+    results = tmp_path / "training.jsonl"
+    for plain, ours in ((100.0, 107.5), (200.0, 210.0)):
+        append_lines(results, [_step("plain", plain), _step("mhckit", ours)])
+    written = with_costs(f"{COST_BEGIN}\n{COST_END}", results)
+    assert "| 100.0 | +7.5% |" in written and "| 200.0 | +5.0% |" in written
+    assert "| mhckit | 210.0 |" in written and "| mhckit | 107.5 |" not in written
+
+
+def test_a_run_without_the_plain_residual_has_nothing_to_be_beside(tmp_path: Path) -> None:
+    results = tmp_path / "training.jsonl"
+    append_lines(results, [_step("plain", 100.0), _step("mhckit", 107.5) | {"case": "another"}])
+    with pytest.raises(ValueError, match=r"another at commit .* lacks the plain residual"):
+        with_costs(f"{COST_BEGIN}\n{COST_END}", results)
+
+
 def test_the_page_on_training_is_not_stale() -> None:
     page = ROOT / "docs" / "training.md"
     assert with_costs(page.read_text(), ROOT / "benchmarks/results/training.jsonl") == page.read_text(), "make readme"

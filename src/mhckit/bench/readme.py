@@ -59,34 +59,36 @@ def trace_block(lines: list[Line]) -> str:
 
 
 def cost_block(lines: list[Line]) -> str:
-    """Training steps: what each run saw of every case, and of the last one also memory and parts."""
-    runs = [_by_case(of_kind(lines, "training", commit=commit)) for commit in dict.fromkeys(_commits(lines))]
-    return "\n\n".join([_overheads(runs), *map(_costs, runs[-1].values())])
+    """Training steps: how much longer than with the plain residual in every run; of the last also memory and parts."""
+    runs = _runs(of_kind(lines, "training"))
+    last = {run[0]["case"]: run for run in runs}
+    return "\n\n".join([_overheads(runs), *map(_costs, last.values())])
 
 
-def _commits(lines: list[Line]) -> list[str]:
-    return [line["commit"] for line in lines]
+def _runs(lines: list[Line]) -> list[list[Line]]:
+    """Of one case each; every run begins with the plain residual."""
+    runs: list[list[Line]] = []
+    for line in lines:
+        if line["variant"] == "plain":
+            runs.append([])
+        elif not runs or runs[-1][0]["case"] != line["case"]:
+            raise ValueError(f"{line['case']} at commit {line['commit']} lacks the plain residual, which comes first")
+        runs[-1].append(line)
+    return runs
 
 
-def _by_case(lines: list[Line]) -> dict[str, list[Line]]:
-    return {case: [line for line in lines if line["case"] == case] for case in dict.fromkeys(x["case"] for x in lines)}
-
-
-def _overheads(runs: list[dict[str, list[Line]]]) -> str:
-    """A row per run and case: how much longer a step takes than with the plain residual."""
-    names = list(dict.fromkeys(line["variant"] for run in runs for lines in run.values() for line in lines[1:]))
+def _overheads(runs: list[list[Line]]) -> str:
+    names = list(dict.fromkeys(line["variant"] for run in runs for line in run[1:]))
     rows = []
-    for run in runs:
-        for lines in run.values():
-            over = {line["variant"]: line["milliseconds"] / lines[0]["milliseconds"] - 1 for line in lines[1:]}
-            shown = [f"{over[name]:+.1%}" if name in over else "" for name in names]
-            rows.append([lines[0]["commit"], f"C {lines[0]['channels']}", f"{lines[0]['milliseconds']:.1f}", *shown])
+    for plain, *others in runs:
+        over = {line["variant"]: f"{line['milliseconds'] / plain['milliseconds'] - 1:+.1%}" for line in others}
+        shown = [over.get(name, "") for name in names]
+        rows.append([plain["commit"], f"C {plain['channels']}", f"{plain['milliseconds']:.1f}", *shown])
     return _markdown(["commit", "model", "plain, ms / step", *names], rows)
 
 
 def _costs(lines: list[Line]) -> str:
     plain = lines[0]
-    assert plain["variant"] == "plain", "a case is measured with the plain residual first"
     rows = [
         [
             line["variant"],
