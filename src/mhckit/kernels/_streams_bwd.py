@@ -122,6 +122,11 @@ def streams_bwd_kernel(
             x_weights = _mixed_back(shares, res_columns, N)
     begin = tl.program_id(1) * WIDTH if WIDTH < C else 0
     end = begin + WIDTH if C % WIDTH == 0 else tl.minimum(begin + WIDTH, C)
+    # Behind the loads of the next step, n would wait for all of them; beside a bias there are no registers for it.
+    NORM_AHEAD: tl.constexpr = AHEAD and norm_weight is not None and f_bias is None
+    if NORM_AHEAD:
+        c = begin + tl.arange(0, PIECE)
+        first_n = _load_norm_weight(norm_weight, c, c < C)
     for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
         c_tile = start + tl.arange(0, BLOCK_C)
         exists = channels_exist(c_tile, C, BLOCK_C)
@@ -155,7 +160,7 @@ def streams_bwd_kernel(
                 if f is not None:
                     f_piece = f_pieces[piece].to(tl.float32)
                 if norm_weight is not None:
-                    n = load_float(norm_weight, c, here)[None, :]
+                    n = first_n if NORM_AHEAD and piece == 0 else _load_norm_weight(norm_weight, c, here)
                 if f is not None:
                     df_tile = tl.zeros((BLOCK_T, PIECE), tl.float32)
                 next_sums = ()
@@ -176,7 +181,7 @@ def streams_bwd_kernel(
                     if g is not None:
                         G += g_pieces[o][piece].to(tl.float32)
                     if dx_in is not None:
-                        if o == 0:  # behind the first dot, which gives the load of n time
+                        if o == 0:  # behind the first dot, which gives a load of n time
                             d = d_pieces[piece].to(tl.float32)
                             if norm_weight is not None:
                                 d *= n
@@ -200,6 +205,9 @@ def streams_bwd_kernel(
                         store_as(df_sums, tl.program_id(0).to(tl.int64) * C + c, summed, here)
                     for i in tl.static_range(N):
                         store_as(dx, at + i * C, dx_tiles[i], tile)
+            if NORM_AHEAD:
+                c = start + BLOCK_C + tl.arange(0, PIECE)
+                first_n = _load_norm_weight(norm_weight, c, c < C)
     if f is not None:
         slot = (tl.program_id(1).to(tl.int64) * T + t) * (N * PER_STREAM)
         for o in tl.static_range(N):
@@ -211,6 +219,11 @@ def streams_bwd_kernel(
                     store_as(dpost, t * N + o, total, live)
                 else:
                     store_as(dres, (t * N + o) * N + part - 1, total, live)
+
+
+@triton.jit
+def _load_norm_weight(norm_weight, c, exists):
+    return load_float(norm_weight, c, exists)[None, :]
 
 
 @triton.jit
