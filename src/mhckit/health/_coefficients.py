@@ -40,7 +40,7 @@ def measure(mixes: Sequence[Mix], last_x: Tensor, tokens: int) -> tuple[Numbers,
     per_sublayer["nonfinite_coefficients"] = torch.stack([_count_nonfinite(mix).to(device) for mix in mixes])
     of_chains = {name: torch.stack([whole[name] for _, whole in measured]) for name in measured[0][1]}
     whole = {name: values.amax() if "gain" in name else values.amin() for name, values in of_chains.items()}
-    whole["stream_cosine"] = _stream_cosine(last_x, tokens).to(device)
+    whole["stream_cosine"] = stream_cosine(last_x, tokens).to(device)
     return per_sublayer, whole
 
 
@@ -109,7 +109,7 @@ def _distance(h: Tensor, target: Tensor) -> Tensor:
     return (h - target).square().sum((-2, -1)).sqrt()
 
 
-def _stream_cosine(x: Tensor, tokens: int) -> Tensor:
+def stream_cosine(x: Tensor, tokens: int) -> Tensor:
     """Mean cosine of the angles between two different streams; 1 where there is but one."""
     x_TNC = _sampled(x, 2, chosen(math.prod(x.shape[:-2]), tokens, x.device))
     streams = x_TNC.shape[1]
