@@ -17,6 +17,7 @@ from .build import build, make_optimiser
 from .config import TrainConfig
 from .data import Corpus, load_corpus
 from .distributed import Place, place
+from .ending import leave_report
 from .memory import MemorySnapshot
 from .metrics import MetricsWriter
 from .progress import Reporter, Silence, make_reporter
@@ -77,7 +78,13 @@ class Trainer:
                 warm_up(config, here, built.model, reporter)
             snapshot = MemorySnapshot(self._snapshot_file(here), here.device)
             open_ones.callback(snapshot.close)
-            lines += _Loop(config, here, stepper, saver, writer, reporter, wish, snapshot).run(done)
+            loop = _Loop(config, here, stepper, saver, writer, reporter, wish, snapshot)
+            try:
+                lines += loop.run(done)
+            except FloatingPointError as error:
+                leave_report(self.folder, stepper, reporter.say, str(error))
+                raise
+            leave_report(self.folder, stepper, reporter.say)
             here.wait_for_all()
         return lines
 

@@ -4,6 +4,7 @@ config.yaml      the config, resolved
 metrics.jsonl    a line per step
 tensorboard/     the same as scalars
 checkpoints/     step-00000100, ...
+report.html      a page of the run, when it has ended
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class RunFolder:
         self.metrics_file = self.path / METRICS
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+        self.report = self.path / "report.html"
         self.memory_snapshot = self.path / "memory.pickle"
 
     def check(self, config: TrainConfig) -> None:
