@@ -22,7 +22,7 @@ def test_without_its_extra_it_says_what_to_install(name: str) -> None:
 
 
 def test_another_missing_module_is_not_taken_for_it() -> None:
-    done = _run("-c", WITHOUT.format(name="mhckit.train.flags"))
+    done = _run("-c", WITHOUT.format(name="mhckit.cli.root"))
     assert done.returncode == 1 and "Traceback" in done.stderr and "pip install" not in done.stderr
 
 

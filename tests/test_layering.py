@@ -13,7 +13,8 @@ import mhckit
 
 PACKAGE = Path(mhckit.__file__).parent
 
-# cli -> doctor, bench, train -> modules -> ops -> (lazily) kernels; doctor -> bench; integrations, compat -> modules.
+# cli -> doctor, bench, train, inspect -> modules -> ops -> (lazily) kernels; doctor -> bench; inspect -> train;
+# integrations, compat -> modules; report: pages, imports nothing.
 MAY_IMPORT: dict[str, set[str]] = {
     "recipe": set(),
     "ops": {"recipe"},
@@ -22,13 +23,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": {"modules", "ops", "recipe"},
     "models": {"modules", "recipe"},
     "health": {"modules", "ops"},
-    "train": {"", "health", "models", "modules"},
+    "report": set(),
+    "train": {"", "health", "models", "modules", "report"},
+    "inspect": {"", "health", "integrations", "models", "modules", "ops", "recipe", "report", "train"},
     "integrations": {"modules", "ops", "recipe"},
     "compat": {"", "modules", "ops", "recipe"},
     "testing": {"", "recipe"},
-    "bench": {"", "integrations", "kernels", "models", "recipe", "testing"},
+    "bench": {"", "integrations", "kernels", "models", "recipe", "report", "testing"},
     "doctor": {"", "bench", "kernels", "ops", "testing"},
-    "cli": {"bench", "doctor", "train"},
+    "cli": {"", "bench", "doctor", "inspect", "train"},
     "__main__": {"cli"},
     "": {"modules", "ops", "recipe"},
 }
@@ -41,6 +44,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "models": {"torch"},
     "health": {"torch"},
     "train": {"matplotlib", "rich", "safetensors", "tensorboard", "tokenizers", "torch", "typer", "yaml"},
+    "report": {"matplotlib"},
+    "inspect": {"matplotlib", "rich", "safetensors", "tokenizers", "torch", "transformers", "typer"},
     "integrations": {"torch", "transformers"},
     "compat": {"torch"},
     "testing": {"torch"},
