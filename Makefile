@@ -11,7 +11,7 @@ RESULTS ?= benchmarks/results
 COMMIT ?= $(shell git rev-parse --short HEAD)
 ARGS ?=
 
-.PHONY: demo test test-gpu bench readme crosscompile sass lint format clean
+.PHONY: demo test test-gpu bench readme docs crosscompile sass lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -33,6 +33,11 @@ readme: $(VENV)/installed
 	$(BIN)/python -m mhckit bench readme
 	$(BIN)/python -m mhckit bench committed
 
+# The documentation as a site that opens from disk: site/index.html. Its drawings first, from their script.
+docs: $(VENV)/installed
+	$(BIN)/python tools/draw_concepts.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # Every kernel configuration, for GPUs this machine need not have; `make test` does a sample.
 crosscompile: $(VENV)/installed
 	$(BIN)/python tools/crosscompile.py check --everything
@@ -51,7 +56,7 @@ format: $(VENV)/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) dist build
+	rm -rf $(VENV) dist build site
 
 # torch goes in alone and first: pip then takes it as given and pulls no accelerator packages for it.
 $(VENV)/installed: pyproject.toml constraints.txt

@@ -37,7 +37,7 @@ def test_core_depends_on_torch_alone(wheel: Path) -> None:
     required = [line for line in text.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert required == ["Requires-Dist: torch>=2.6"]
     extras = re.findall(r"^Provides-Extra: (.*)$", text, re.MULTILINE)
-    assert sorted(extras) == ["cli", "dev", "train", "transformers", "viz"]
+    assert sorted(extras) == ["cli", "dev", "docs", "train", "transformers", "viz"]
 
 
 def _closure(distribution: str) -> set[str]:
