@@ -87,6 +87,14 @@ def test_without_optional_arguments(operator: str) -> None:
     )
 
 
+@pytest.mark.parametrize(("operator", "channels"), [("junction", 200), ("junction", 137), ("enter", 200)])
+def test_a_norm_without_a_bias_over_several_steps(operator: str, channels: int) -> None:
+    """The norm's weight is loaded a step ahead there, in tiles of one piece or two, the last one not full."""
+    call = _call(operator, RECIPES["deepseek_v4"], lead=(19,), channels=channels, dtype=torch.bfloat16)
+    tensors = {name: tensor for name, tensor in call.tensors.items() if name != "f_bias"}
+    assert_accurate(Call(operator, call.recipe, tensors))
+
+
 @pytest.mark.parametrize("operator", ["post", "junction", "leave"])
 def test_float32_streams_with_a_bfloat16_sublayer(operator: str) -> None:
     call = _call(operator, RECIPES["deepseek_v4"], lead=(9,), channels=37, dtype=torch.float32)
