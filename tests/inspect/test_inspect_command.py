@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,13 @@ def test_what_is_wrong_with_a_model_is_no_error_of_the_command(
     assert result.exit_code == 0
     assert r"Bad in [bold]x[/bold]\x1b[31m\n." in result.stdout
     assert "\x1b" not in result.stdout
+
+
+def test_without_matplotlib_it_says_so_before_it_reads_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = call(tmp_path / "nothing", "--out", tmp_path / "out")
+    assert isinstance(result.exception, ImportError) or result.exit_code == 1
+    assert "mhckit[viz]" in f"{result.output}{result.exception}"
 
 
 def test_help_says_what_the_exit_code_means() -> None:

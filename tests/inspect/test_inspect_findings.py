@@ -135,6 +135,17 @@ def test_the_last_sublayer_is_blamed_too(tmp_path: Path) -> None:
     assert finding.where == "blocks.1.mlp_connection" and f"1 of {SUBLAYERS}" in finding.text
 
 
+def test_writing_nothing_is_not_taken_for_values_that_overflow(tmp_path: Path) -> None:
+    model = healthy()
+    with torch.no_grad():
+        for connection in connections(model):
+            connection.bias[3:6] = -200  # whose sigmoid is 0 in float32
+    inspection = inspect_saved(model, tmp_path)
+    assert not said(inspection, "is not, in|NaN")
+    assert len(said(inspection, r"Stream \d is never written: its share is 0 at most", "wrong")) == 3
+    assert said(inspection, "post is saturated for 3 of 3 streams.*in 4 of 4", "wrong")
+
+
 def test_one_stream_has_nothing_to_mix(tmp_path: Path) -> None:
     inspection = inspect_saved(healthy(streams=1), tmp_path)
     assert [each.text for each in inspection.findings] == ["Every value is finite."]
@@ -160,6 +171,7 @@ PAPER = Recipe.preset("paper", streams=3)
         ({"gain_backward": 4.1}, PAPER, "wrong", "gain backward reaches 4.1: a gradient"),
         ({"gain_forward": 3000.0}, PAPER.replace(residual="free"), "wrong", "gain forward reaches 3e"),
         ({"row_error": 0.02}, PAPER, "note", "Row sums are off by 0.02: logits too large for 20 iterations"),
+        ({"row_error": 0.02}, Recipe.preset("mhc_triton", streams=3), "note", "off by 0.02: logits too unequal for 20"),
         ({"column_error": 0.2}, PAPER.replace(iterations=7), "wrong", "Column sums are off by 0.2: .* 7 iterations"),
         ({"row_error": 0.2}, PAPER.replace(residual="permutation"), "wrong", r"Row sums are off by 0\.2\."),
     ],

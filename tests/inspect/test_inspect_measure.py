@@ -68,6 +68,12 @@ def test_shares_of_reading_weigh_streams_by_their_norms_and_sum_to_one() -> None
     assert one.writes == pytest.approx([0.75, 0.25])
 
 
+def test_a_sublayer_that_writes_nothing_has_no_shares() -> None:
+    nothing = torch.zeros(2, 2, dtype=torch.float64)
+    (one,) = sublayers([_observed([FIRST, FIRST], norms=nothing, post=nothing)], token=0)
+    assert one.reads == one.writes == [0.0, 0.0]
+
+
 def test_a_shifted_recipe_reads_with_the_weights_of_the_sublayer_before() -> None:
     shifted = Recipe.preset("deepseek_v41", streams=2)
     first, second = _tensor([0.1, 0.9]), _tensor([0.5, 0.5])

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import SUBLAYERS, TOKENS, connections, healthy, inspect_saved
+from small_models import SHAPE, SUBLAYERS, TOKENS, connections, healthy, inspect_saved, residual_bias
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from mhckit import Recipe
 from mhckit.health import Health, mean_mixing_matrices
 from mhckit.inspect import Inspection
 from mhckit.inspect.observe import ITERATED_TOKENS, observe
@@ -117,6 +118,18 @@ def test_errors_fall_with_iterations_down_to_the_one_that_is_seen(tmp_path: Path
         assert each.error_by_iteration == sorted(each.error_by_iteration, reverse=True) or (
             max(each.error_by_iteration[10:]) < 1e-5  # where rounding is all that is left
         )
+
+
+@pytest.mark.parametrize("preset", ["paper", "deepseek_v4", "mhc_cu"])
+def test_static_logits_are_those_of_every_token(tmp_path: Path, preset: str) -> None:
+    model = LanguageModel(SHAPE.replace(residual=Recipe.preset(preset, streams=3, dynamic=False)), seed=3)
+    with torch.no_grad():
+        residual_bias(connections(model)[1]).copy_(2.0 * torch.arange(9.0).view(3, 3).sin())
+    inspection = inspect_saved(model, tmp_path)
+    for each in inspection.sublayers:
+        assert len(each.error_by_iteration) == 20
+        assert each.error_by_iteration[-1] == pytest.approx(max(each.row_error, each.column_error), abs=2e-6)
+    assert inspection.sublayers[1].error_by_iteration[0] > 0.05
 
 
 @pytest.mark.parametrize(("residual", "exact"), [("mhc_lite", True), ("hy_v4", True), ("hc", False)])

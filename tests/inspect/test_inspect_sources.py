@@ -6,21 +6,23 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import SHAPE, healthy, snapshot
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.checkpoint import metadata
 
 from mhckit.inspect import Inspection, inspect_source
 from mhckit.inspect.open import open_source
 from mhckit.models import LanguageModel, ModelConfig
 from mhckit.train import TrainConfig, Trainer
 from mhckit.train.checkpoint import export_safetensors, save
-from mhckit.train.manifest import Manifest, describe
+from mhckit.train.manifest import MANIFEST, Manifest, _digest, describe
 
 STEPS = 2
 
@@ -84,7 +86,9 @@ def test_an_export_alone_says_that_its_tokenizer_is_a_guess(export: Path) -> Non
 
 
 def test_a_checkpoint_needs_no_run_around_it(checkpoint: Path, tmp_path: Path) -> None:
-    moved = checkpoint.rename(tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    moved = checkpoint.rename(tmp_path / "elsewhere" / "moved")
+    (tmp_path / "config.yaml").write_text("of: something else\n")
     assert look(moved).facts["step"] == str(STEPS)
 
 
@@ -135,6 +139,12 @@ def _without_metadata(path: Path) -> None:
     save_file(load_file(path), path)
 
 
+def _of_integers(path: Path) -> None:
+    with safe_open(path, "pt") as opened:
+        facts = opened.metadata()
+    save_file({name: weight.long() for name, weight in load_file(path).items()}, path, metadata=facts)
+
+
 def _with_config(config: str) -> Callable[[Path], None]:
     return lambda path: save_file(load_file(path), path, metadata={"config": config})
 
@@ -145,6 +155,7 @@ def _with_config(config: str) -> Callable[[Path], None]:
         (_cut, "is no whole safetensors file"),
         (lambda path: path.write_bytes(b"something else"), "is no whole safetensors file"),
         (_without_metadata, "says no config in its metadata.*--config"),
+        (_of_integers, r"must be of floating point, got torch\.int64"),
         (_with_config("{"), "no JSON"),
         (_with_config("[1]"), "holds no config of a language model"),
         (_with_config('{"dim": 16, "wings": 2}'), "holds no config of a language model of mhckit.*wings"),
@@ -255,6 +266,89 @@ def test_a_description_cannot_reach_for_other_files(run: Path, checkpoint: Path)
     _sign(checkpoint)
     with pytest.raises(ValueError, match="describes something else than this checkpoint"):
         look(run)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n",
+        b"ctorch.distributed.checkpoint.metadata\nStorageMeta\n",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nK\x00\x85R",  # a member of the Enum
+        b"ctorch.serialization\n_get_layout\n",
+        b"cpathlib\nPosixPath\n",
+    ],
+)
+def test_a_description_cannot_change_what_it_names(checkpoint: Path, named: bytes) -> None:
+    """BUILD with a pair sets attributes, of a class too; and the whole process would have the class."""
+    (checkpoint / ".metadata").write_bytes(b"\x80\x02" + named + b"N}X\x06\x00\x00\x00hijackK\x01s\x86b.")
+    _sign(checkpoint)
+    with pytest.raises(ValueError, match="was refused, and nothing of it was run: it changes"):
+        look(checkpoint)
+    changed = [metadata.MetadataIndex, metadata.StorageMeta, *metadata._MEM_FORMAT_ENCODING, PurePath]
+    assert not any(hasattr(each, "hijack") for each in [*changed, torch.serialization._get_layout])
+
+
+def _every_tensor(change: Callable[[Any], None]) -> Callable[[Any], None]:
+    def damage(description: Any) -> None:
+        for name, facts in description.state_dict_metadata.items():
+            if name.startswith("model."):
+                change(facts)
+
+    return damage
+
+
+def _without_half(facts: Any) -> None:
+    (chunk,) = facts.chunks
+    facts.chunks = [type(chunk)(chunk.offsets, torch.Size([chunk.sizes[0] // 2, *chunk.sizes[1:]]))]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda facts: facts.chunks.clear(), r"of the \d+ values of model\.\S+, 0 are there"),
+        (_without_half, r"of the \d+ values of model\.\S+, \d+ are there"),
+        (lambda facts: setattr(facts, "size", torch.Size([10**15, 1000])), "of the 10{18} values of"),
+        (lambda facts: setattr(facts, "size", "three"), "could not be read"),
+        (lambda facts: setattr(facts, "properties", None), "could not be read"),
+    ],
+)
+def test_a_description_of_tensors_that_are_not_there(
+    checkpoint: Path, change: Callable[[Any], None], message: str
+) -> None:
+    """Where nothing is read, no memory may be shown that held something else before."""
+    with (checkpoint / ".metadata").open("rb") as file:
+        description = pickle.load(file)
+    _every_tensor(change)(description)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(description))
+    _sign(checkpoint)
+    with pytest.raises(ValueError, match=message):
+        look(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"files": [1]}, "is not of mhckit"),
+        ({"files": {"a": {"bytes": 1}}}, "is not of mhckit.*blake2b"),
+        ({"files": {"../../config.yaml": {"bytes": 1, "blake2b": ""}}}, "is not of mhckit: it lists '../../config"),
+        ({"files": {"/etc/passwd": {"bytes": 1, "blake2b": ""}}}, "is not of mhckit: it lists '/etc/passwd'"),
+        ({"config": [1]}, "holds no config of a language model"),
+        ({"config": {"model": {"vocab_size": 10**30}}}, "does not fit its config"),
+    ],
+)
+def test_a_manifest_that_is_none(checkpoint: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    content = json.loads((checkpoint / MANIFEST).read_text()) | changes
+    del content["digest"]
+    moved = checkpoint.rename(tmp_path / "moved")
+    (moved / MANIFEST).write_text(json.dumps(content | {"digest": _digest(content)}))
+    with pytest.raises(ValueError, match=message):
+        look(moved)
+
+
+def test_a_manifest_that_is_too_deep_to_read(checkpoint: Path) -> None:
+    (checkpoint / MANIFEST).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is corrupt, or not of mhckit"):
+        look(checkpoint)
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"no pickle"), lambda path: path.write_bytes(b"")])

@@ -110,6 +110,22 @@ def test_code_of_a_model_is_not_run(folder: Path, tmp_path: Path) -> None:
     assert not made.exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": "wide"}, r"no config\.json that transformers can use.*hidden_size"),
+        ({"num_hidden_layers": 3}, r"no config\.json that transformers can use.*num_hidden_layers"),
+        ({"hidden_size": -4}, r"no model can be made from the config\.json of .*negative dimension"),
+        ({"vocab_size": 0}, r"no model can be made from the config\.json of "),
+    ],
+)
+def test_a_config_that_makes_no_model(folder: Path, change: dict[str, object], message: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=message):
+        look(folder)
+
+
 def test_models_without_hyper_connections_are_refused_before_their_weights_are_read(folder: Path) -> None:
     shutil.rmtree(folder)
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, n_positions=8)).save_pretrained(folder)

@@ -44,7 +44,7 @@ def test_round_trip() -> None:
 def test_what_is_no_number_comes_back_and_any_json_reader_can_read_it() -> None:
     bad = _sublayer(
         gain_forward=math.inf, gain_backward=-math.inf, mean=[[math.nan, 1.0], [2.0, math.inf]],
-        pre=[Spread((math.nan,) * 7)], nonfinite=3,
+        pre=[Spread((math.nan,) * 7)] * 2, nonfinite=3,
     )  # fmt: skip
     text = to_json(_inspection(bad, loss=math.nan))
 
@@ -64,6 +64,39 @@ def test_what_is_no_number_comes_back_and_any_json_reader_can_read_it() -> None:
 def test_another_file_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no report that mhckit inspect wrote"):
         from_json(text)
+
+
+def test_a_file_that_is_too_deep_to_read_is_refused() -> None:
+    with pytest.raises(ValueError, match="no report that mhckit inspect wrote"):
+        from_json("[" * 100_000)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"streams": 5}, {"streams": "2"}, {"text": None}, {"recipe": [1]}, {"facts": None}, {"mixing_depth": "deep"},
+        {"findings": [{"level": [], "where": "", "text": "", "threshold": ""}]},
+    ],
+)  # fmt: skip
+def test_a_report_of_other_kinds_of_values_is_refused(changes: dict[str, object]) -> None:
+    data = json.loads(to_json(_inspection(_sublayer()))) | changes
+    with pytest.raises(ValueError, match="no report that mhckit inspect wrote"):
+        from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": 5}, {"nonfinite": "5"}, {"mean": [[1.0]]}, {"composite": 1.0}, {"pre": []}, {"writes": [1.0]},
+        {"post": [{"quantiles": [1.0]}] * 2}, {"gain_forward": [1.0]}, {"gain_backward": 10**400},
+        {"error_by_iteration": 5.0}, {"reads": [[0.5], 0.5]},
+    ],
+)  # fmt: skip
+def test_a_report_whose_sublayers_do_not_fit_its_streams_is_refused(changes: dict[str, object]) -> None:
+    data = json.loads(to_json(_inspection(_sublayer())))
+    data["sublayers"][0] |= changes
+    with pytest.raises(ValueError, match="no report that mhckit inspect wrote"):
+        from_json(json.dumps(data))
 
 
 def test_a_report_with_a_part_missing_is_refused() -> None:

@@ -9,6 +9,7 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inspections import HOSTILE, broken, hostile, inspection, sublayer
@@ -192,7 +193,9 @@ def test_a_logarithmic_axis_says_where_zero_is() -> None:
     assert not line_chart([Series("a", [1, 2], [0.0, 0.1])], x_label="x", y_label="y").note
 
 
-@pytest.mark.parametrize("values", [[], [math.nan], [0.0], [5.0, 5.0], [1e-300, 1e300], [-1.0, -1.0], [1e-320]])
+@pytest.mark.parametrize(
+    "values", [[], [math.nan], [0.0], [5.0, 5.0], [1e-300, 1e300], [-1.0, -1.0], [1e-320], [0.5, -1.7e308, 1.7e308]]
+)
 @pytest.mark.parametrize("log", [False, True])
 def test_axes_hold_whatever_comes(values: list[float], log: bool) -> None:
     drawing = line_chart([Series("a", range(len(values)), values)], x_label="x", y_label="y", log=log)
@@ -225,6 +228,7 @@ def test_stacks_must_fit_their_names() -> None:
         Matrices("sublayer", ["a", "b"], [Stack("mean", [[[1.0]]])], "to", "from")
     assert Stack("doubly stochastic", [[[0.5]]]).data()["limit"] == 1.0
     assert Stack("signed", [[[-0.25, 0.1]]]).data()["limit"] == 0.25
+    assert Stack("next to nothing", [[[-1e-5, 1e-5]]]).data()["limit"] == 0.05
     assert Stack("broken", [[[math.nan]], None]).data()["limit"] == 1.0
 
 
@@ -256,6 +260,16 @@ def test_a_comparison_says_what_differs() -> None:
     assert '<tr class="marked"><th scope="row">iterations</th><td>20</td><td>3</td></tr>' in html
     assert "percent of the depth" in html and "B - A, mean over tokens" not in html
     assert "B - A, mean over tokens" in make_comparison(inspection(), inspection()).html()
+
+
+def test_a_comparison_says_whether_both_read_the_same() -> None:
+    def said(**changes: Any) -> str:
+        return make_comparison(inspection(), inspection(**changes)).html()
+
+    assert "seen through the same tokens<" in said(name="another")
+    assert "seen through one text, as different tokens<" in said(facts={"tokens": "4 x 16, bytes"})
+    assert "seen through different texts" in said(text="another text")
+    assert "<td>2 of 3 sublayers</td><td>streams never fully mix</td><td></td>" in said(mixing_depth=None)
 
 
 def test_the_picture(tmp_path: Path) -> None:

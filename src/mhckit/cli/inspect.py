@@ -64,10 +64,10 @@ def inspect_model(
     code is 0 when the report was made, whatever it says, and 1 when it could not be.
     """
     from mhckit.inspect.command import as_json as to_text
-    from mhckit.inspect.command import as_table, check_folder, inspect_other, inspect_source, write_reports
+    from mhckit.inspect.command import as_table, check_report, inspect_other, inspect_source, write_reports
 
     if not as_json:
-        check_folder(out, source, other)
+        check_report(out, source, other)
     options: dict[str, Any] = {
         "text": text, "tokens": tokens, "token": token, "tokenizer": tokenizer, "device": device.value
     }  # fmt: skip

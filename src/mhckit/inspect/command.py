@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,8 +20,10 @@ PAGE, PICTURE, DATA, COMPARISON = "report.html", "report.png", "report.json", "c
 _STYLES = {"wrong": "bold red", "note": "yellow", "good": "green"}
 
 
-def check_folder(folder: Path, *sources: str | None) -> None:
-    """ValueError if writing the report would write into what is inspected."""
+def check_report(folder: Path, *sources: str | None) -> None:
+    """Before any model is read: an error if its report could not be drawn, or would be written into a source."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(f'{PICTURE} is drawn by matplotlib: pip install "mhckit[viz]", or ask for --json')
     target = folder.resolve()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out must be a folder, and {folder} is a file")

@@ -24,7 +24,7 @@ from mhckit.report import (
 
 from .flow import flow_drawing
 from .measured import Inspection, Sublayer
-from .page import DEPTH, facts, findings_section, matrices_of
+from .page import DEPTH, facts, findings_section, matrices_of, mixing_depth
 
 _Pair = tuple[Inspection, Inspection]
 
@@ -43,9 +43,18 @@ def make_comparison(first: Inspection, second: Inspection) -> Page:
     return Page(
         f"{first.name} beside {second.name}",
         sections,
-        subtitle="Two models with hyper-connections, seen through the same kind of text",
+        subtitle=f"Two models with hyper-connections, seen through {_texts(both)}",
         facts={f"{letter}": each.name for letter, each in zip("AB", both, strict=True)},
     )
+
+
+def _texts(both: _Pair) -> str:
+    """A report that was made earlier may be of another text, and a tokenizer makes other tokens of the same one."""
+    first, second = both
+    if first.text != second.text:
+        return "different texts: their losses and matrices are not of the same tokens"
+    same = first.facts.get("tokens") == second.facts.get("tokens")
+    return "the same tokens" if same else "one text, as different tokens"
 
 
 def _summary(both: _Pair) -> Section:
@@ -53,6 +62,7 @@ def _summary(both: _Pair) -> Section:
     for name, measure in _MEASURES.items():
         one, other = (measure(each) for each in both)
         rows.append([name, number(one, 4), number(other, 4), _difference(one, other)])
+    rows.append(["mixing depth", *map(mixing_depth, both), _difference(*(each.mixing_depth for each in both))])
     lead = "The worst of all sublayers, except where a row says otherwise."
     return Section("In numbers", [Table(["", "A", "B", "B - A"], rows)], lead)
 
@@ -77,7 +87,6 @@ _MEASURES: dict[str, Callable[[Inspection], float | None]] = {
     "similarity of streams after the last sublayer": lambda each: (
         each.sublayers[-1].similarity if each.sublayers else None
     ),
-    "mixing depth, in sublayers": lambda each: each.mixing_depth,
     "numbers that are not finite": lambda each: sum(sublayer.nonfinite for sublayer in each.sublayers),
 }
 

@@ -122,7 +122,10 @@ def _sums(sublayers: Sublayers, recipe: Recipe) -> Iterator[Finding]:
 
 
 def _sum_text(side: str, recipe: Recipe) -> Callable[[float], str]:
-    why = f": logits too large for {recipe.iterations} iterations" if recipe.residual == "sinkhorn" else ""
+    # What starts from |L| does not mind their size, but how much larger one is than another.
+    what = "too unequal" if recipe.init == "abs" else "too large"
+    iterations = f"{recipe.iterations} iteration{'s' if recipe.iterations != 1 else ''}"
+    why = f": logits {what} for {iterations}" if recipe.residual == "sinkhorn" else ""
     return lambda worst: f"{side.capitalize()} sums are off by {worst:.2g}{why}."
 
 

@@ -25,15 +25,15 @@ def open_transformers(name: str, device: torch.device) -> Source:
     config = _config(transformers, name)
     loader = _loader(transformers, config, name)
     model = apply(_loaded(loader, config, name)).to(device).eval()
-    text = config.get_text_config()
+    text, tokenizer = config.get_text_config(), _tokenizer(transformers, name)
     return Source(
         kind="transformers",
         model=model,
         loss=lambda tokens: _loss(model, tokens),
         vocab_size=text.vocab_size,
         longest=getattr(text, "max_position_embeddings", None),
-        tokenizer=_tokenizer(transformers, name),
-        tokenizer_known=_tokenizer(transformers, name) is not None,
+        tokenizer=tokenizer,
+        tokenizer_known=tokenizer is not None,
         facts={
             "transformers": transformers.__version__,
             "model type": str(config.model_type),
@@ -45,7 +45,7 @@ def open_transformers(name: str, device: torch.device) -> Source:
 def _config(transformers: Any, name: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # what checks the fields raises a class of its own
         raise ValueError(f"{name} has no config.json that transformers can use: {in_one_line(error)}") from error
 
 
@@ -55,14 +55,21 @@ def _loader(transformers: Any, config: Any, name: str) -> Any:
 
     for loader in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
         if type(config) in loader._model_mapping:
-            with torch.device("meta"):
-                empty = loader.from_config(config, trust_remote_code=False)
+            empty = _without_weights(loader, config, name)
             try:
                 apply(empty)
             except ValueError as error:
                 raise ValueError(f"{name} has no hyper-connections that mhckit knows: {error}") from error
             return loader
     raise ValueError(f"{name} is a {config.model_type}, and inspect looks at language models with hyper-connections")
+
+
+def _without_weights(loader: Any, config: Any, name: str) -> Any:
+    try:
+        with torch.device("meta"):
+            return loader.from_config(config, trust_remote_code=False)
+    except Exception as error:  # whatever the code of a model does with sizes that it did not expect
+        raise ValueError(f"no model can be made from the config.json of {name}: {in_one_line(error)}") from error
 
 
 def _loaded(loader: Any, config: Any, name: str) -> Any:

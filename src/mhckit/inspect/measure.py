@@ -87,5 +87,6 @@ def _spreads(values_TN: Tensor) -> list[Spread]:
 
 
 def _shares(values_TN: Tensor) -> list[float]:
+    """All 0 where there is nothing to share."""
     means = values_TN.abs().mean(0)
-    return (means / means.sum()).tolist()
+    return torch.where(means.sum() == 0, means, means / means.sum()).tolist()

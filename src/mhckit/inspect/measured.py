@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,8 @@ class Sublayer:
     composite: Matrix  # mean over tokens of H_l ... H_1, from the first sublayer to this one
     pre: list[Spread]  # N
     post: list[Spread]  # N
-    reads: list[float]  # N: share of each stream in what the sublayer reads (mean |pre| |x_i| norms, sums to 1)
-    writes: list[float]  # N: share of each stream in what it writes (mean |post|, sums to 1)
+    reads: list[float]  # N: share of each stream in what the sublayer reads (mean |pre| |x_i| norms, sums to 1, or 0)
+    writes: list[float]  # N: share of each stream in what it writes (mean |post|, sums to 1, or 0)
     row_error: float  # max over tokens and rows of |row sum - 1|
     column_error: float
     error_by_iteration: list[float]  # max row/column error after 1, 2, ... iterations of Sinkhorn; [] for other maps
@@ -85,9 +86,49 @@ def from_json(text: str) -> Inspection:
         sublayers = [_sublayer(each) for each in data.pop("sublayers")]
         findings = [Finding(**each) for each in data.pop("findings")]
         loss = data.pop("loss")
-        return Inspection(**data, sublayers=sublayers, findings=findings, loss=None if loss is None else float(loss))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        loss = None if loss is None else float(loss)
+        inspection = Inspection(**data, sublayers=sublayers, findings=findings, loss=loss)
+        _check_kinds(inspection, _KINDS)
+        for sublayer in sublayers:
+            _check_kinds(sublayer, {"name": str, "nonfinite": int})
+            _check_sizes(sublayer, inspection.streams)
+        for finding in findings:
+            _check_kinds(finding, {"level": str, "where": str, "text": str, "threshold": str})
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"this is no report that mhckit inspect wrote: {error!r}") from error
+    return inspection
+
+
+_KINDS = {
+    **dict.fromkeys(("name", "kind", "token_text", "text"), str),
+    **dict.fromkeys(("streams", "tokens", "token"), int),
+    **dict.fromkeys(("recipe", "facts"), dict),
+    "mixing_depth": (int, type(None)),
+}
+
+
+def _check_kinds(value: object, kinds: Mapping[str, Any]) -> None:
+    for name, kind in kinds.items():
+        if not isinstance(getattr(value, name), kind):
+            raise TypeError(f"{name} is {getattr(value, name)!r:.40}")
+
+
+def _check_sizes(sublayer: Sublayer, streams: int) -> None:
+    """What pictures of a sublayer rely on: N streams everywhere, and single numbers."""
+    matrices = (sublayer.mean, sublayer.of_token, sublayer.composite)
+    quantiles = [spread.quantiles for spread in (*sublayer.pre, *sublayer.post)]
+    per_stream = (*matrices, *(row for matrix in matrices for row in matrix), sublayer.pre, sublayer.post,
+                  sublayer.reads, sublayer.writes)  # fmt: skip
+    sized = {len(each) for each in per_stream} == {streams} and {len(each) for each in quantiles} == {len(QUANTILES)}
+    numbers = [getattr(sublayer, name) for name in _NUMBERS] + [*sublayer.error_by_iteration]
+    for each in (*(row for matrix in matrices for row in matrix), *quantiles, sublayer.reads, sublayer.writes):
+        numbers += each
+    if not sized or not all(isinstance(each, float) for each in numbers):
+        raise ValueError(f"the numbers of {sublayer.name!r:.40} are not those of {streams} streams")
+
+
+_NUMBERS = ("row_error", "column_error", "gain_forward", "gain_backward", "identity_distance", "uniform_distance",
+            "similarity")  # fmt: skip
 
 
 def _sublayer(data: dict[str, Any]) -> Sublayer:

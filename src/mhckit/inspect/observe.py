@@ -177,6 +177,7 @@ def _sum_errors(h_TOI: Tensor) -> Tensor:
 
 
 def _residual_logits(connection: nn.Module, x_TNC: Tensor, recipe: Recipe) -> Tensor:
+    """[T, N, N]; those of a static recipe are the same for every token."""
     parameters = learned(connection)
     phi, scale, bias = parameters["phi"], parameters["scale"], parameters["bias"]
     assert bias is not None
@@ -186,7 +187,7 @@ def _residual_logits(connection: nn.Module, x_TNC: Tensor, recipe: Recipe) -> Te
     wide = bias.to(torch.promote_types(x_TNC.dtype, torch.float32))
     logits = shape_residual_logits(activate_reference(projected, mean_square, scale, wide, recipe)[2], recipe)
     assert logits is not None
-    return logits
+    return logits.expand(len(x_TNC), -1, -1)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from mhckit.models import LanguageModel, ModelConfig
 from mhckit.models.loss import IGNORED
 from mhckit.train.config import TrainConfig
-from mhckit.train.manifest import MANIFEST
+from mhckit.train.manifest import MANIFEST, Manifest
 from mhckit.train.presets import load_config
 
 from .source import Kind, Source, in_one_line
@@ -41,8 +41,9 @@ def open_run(folder: Path, device: torch.device) -> Source:
 
 def open_checkpoint(folder: Path, config: Path | None, device: torch.device) -> Source:
     """One checkpoint, with the config of its run if that is around, or with one that is given."""
-    of_run = folder.resolve().parent.parent / CONFIG
-    file = config or (of_run if of_run.is_file() else None)
+    around = folder.resolve().parent
+    of_run = around.parent / CONFIG
+    file = config or (of_run if around.name == CHECKPOINTS and of_run.is_file() else None)
     return _open_step(folder, None if file is None else load_config(file), "checkpoint", device)
 
 
@@ -66,7 +67,7 @@ def _open_step(folder: Path, config: TrainConfig | None, kind: Kind, device: tor
     from .weights import read_weights
 
     weights, manifest = read_weights(folder)
-    shape = config.model if config is not None else _shape_from(manifest.config.get("model"), str(folder))
+    shape = config.model if config is not None else _shape_of(manifest, folder)
     model = _rebuild(shape, weights, str(folder)).to(device)
     return _as_source(model, config, kind, {"step": str(manifest.step)})
 
@@ -87,6 +88,11 @@ def _as_source(model: LanguageModel, config: TrainConfig | None, kind: Kind, fac
 def _following(tokens: Tensor) -> Tensor:
     """What each token should predict; the last one nothing."""
     return functional.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+
+
+def _shape_of(manifest: Manifest, folder: Path) -> ModelConfig:
+    config: Any = manifest.config
+    return _shape_from(config.get("model") if isinstance(config, dict) else config, str(folder))
 
 
 def _shape_in(text: str | None, file: Path) -> ModelConfig:
@@ -116,7 +122,7 @@ def _rebuild(config: ModelConfig, weights: dict[str, Tensor], where: str) -> Lan
         raise ValueError(f"{where} does not fit its config: {config.layers} layers, and {len(weights)} weights in all")
     try:
         model = LanguageModel(config, loss="chunked", device="meta")
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # sizes that overflow
         raise ValueError(f"{where} does not fit its config, which no model does: {in_one_line(error)}") from error
     _check_same(model, weights, where)
     model.load_state_dict(weights, assign=True)
@@ -132,3 +138,5 @@ def _check_same(model: nn.Module, weights: dict[str, Tensor], where: str) -> Non
                 f"{where} does not fit its config: {name} must be {wanted.get(name, 'absent')}, "
                 f"got {given.get(name, 'nothing')}"
             )
+        if not weights[name].is_floating_point():
+            raise ValueError(f"{where} is no model: {name} must be of floating point, got {weights[name].dtype}")

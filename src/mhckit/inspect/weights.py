@@ -7,12 +7,13 @@ Tensors are read by torch.load(weights_only=True), pickled objects (the optimize
 
 from __future__ import annotations
 
+import dataclasses
 import io
-import pathlib
+import math
 import pickle
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ _CLASSES = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
 }
+_MISSHAPEN = (TypeError, AttributeError, OverflowError)
 
 
 def read_weights(folder: Path) -> tuple[dict[str, Tensor], Manifest]:
@@ -48,22 +50,42 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], Manifest]:
     manifest.verify(folder, manifest.files)
     reader = _Reader(folder, manifest)
     stored = reader.read_metadata().state_dict_metadata
-    weights = {
-        name: torch.empty(facts.size, dtype=facts.properties.dtype)
-        for name, facts in stored.items()
-        if name.startswith(f"{MODEL}.") and isinstance(facts, metadata.TensorStorageMetadata)
-    }
     try:
+        weights = {
+            name: _room_for(name, facts)
+            for name, facts in stored.items()
+            if name.startswith(f"{MODEL}.") and isinstance(facts, metadata.TensorStorageMetadata)
+        }
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
             state_dict_loader.load(weights, storage_reader=reader, planner=_TensorsAlone(), no_dist=True)
-    except (CheckpointException, pickle.UnpicklingError, RuntimeError, KeyError) as error:
+    except (CheckpointException, pickle.UnpicklingError, RuntimeError, LookupError, ValueError, *_MISSHAPEN) as error:
         raise ValueError(f"{folder} could not be read: {in_one_line(error)}") from error
     return {name.removeprefix(f"{MODEL}."): weight for name, weight in weights.items()}, manifest
 
 
-class _Description(pickle.Unpickler):
-    """Reads the description of a checkpoint, and refuses whatever else a pickle could hold."""
+def _room_for(name: str, facts: metadata.TensorStorageMetadata) -> Tensor:
+    """What no chunk is for would stay as it is: zeros, not what was in the memory before."""
+    described = sum(math.prod(chunk.sizes) for chunk in facts.chunks)
+    if described != math.prod(facts.size):
+        raise ValueError(f"of the {math.prod(facts.size)} values of {name}, {described} are there")
+    return torch.zeros(facts.size, dtype=facts.properties.dtype)
+
+
+class _Description(pickle._Unpickler):
+    """Reads the description of a checkpoint, and refuses whatever else a pickle could hold.
+
+    A pickle may also set attributes, of whatever it names: of the instances that it makes, not of classes, functions
+    and members of an Enum, which the rest of the process uses too. Only the unpickler in Python can tell.
+    """
+
+    def _build(self: Any) -> None:
+        made = self.stack[-2]
+        if isinstance(made, type) or not dataclasses.is_dataclass(made):
+            raise pickle.UnpicklingError(f"it changes {made!r}, which no description of a checkpoint does")
+        self.load_build()
+
+    dispatch: ClassVar = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: _build}
 
     def find_class(self, module: str, name: str, /) -> Any:
         if name in _CLASSES.get(module, ()):
@@ -71,7 +93,7 @@ class _Description(pickle.Unpickler):
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
-            return pathlib.PurePath
+            return lambda *parts: None  # where it was written, which nobody asks
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of a checkpoint does")
 
 

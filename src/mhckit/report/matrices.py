@@ -14,6 +14,7 @@ from .text import attributes, escape, json_in_html
 Matrix = Sequence[Sequence[float]]
 _DIGITS = 4
 _ONE = 1.001  # what rounding makes of 1 still counts as such
+_FAINT = 0.05  # what has either sign and is smaller than that has no strong colour, such as two matrices' difference
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Stack:
         values = [value for matrix in self.matrices for row in matrix or () for value in row if math.isfinite(value)]
         signed = any(value < -1e-6 for value in values)
         largest = max((abs(value) for value in values), default=1.0)
-        limit = 1.0 if not signed and largest <= _ONE else _rounded(largest) or 1.0
+        limit = 1.0 if not signed and largest <= _ONE else max(_rounded(largest), _FAINT)
         matrices = [
             None if matrix is None else [[_rounded(v) for v in row] for row in matrix] for matrix in self.matrices
         ]

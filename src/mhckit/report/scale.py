@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _MOST_TICKS = 6
-_LEAST = 1e-300  # what is smaller is drawn as 0, what is larger than its inverse at the edge
+_LEAST, _MOST = 1e-300, 1e300  # on a logarithmic axis what is beyond is drawn at the edge, on a linear one not at all
 _DECADES_WITH_PARTS = 2  # an axis over fewer powers of ten has 2 and 5 between them as well
 
 
@@ -29,7 +29,7 @@ class Scale:
         return log_ticks(self.low, self.high) if self.log else nice_ticks(self.low, self.high)
 
     def drawable(self, value: float) -> bool:
-        return math.isfinite(value) and (not self.log or value >= 0)
+        return math.isfinite(value) and (value >= 0 if self.log else abs(value) < _MOST)
 
     def _flat(self, value: float) -> float:
         """Zero has no logarithm: it is drawn at the lower edge."""
@@ -39,8 +39,8 @@ class Scale:
 def linear(
     values: Iterable[float], start: float, end: float, include: Iterable[float] = (), room: float = 0.0
 ) -> Scale:
-    """Around all finite values, with room on both sides as a part of their range."""
-    known = [value for value in (*values, *include) if math.isfinite(value)] or [0.0, 1.0]
+    """Around all values that can be drawn, with room on both sides as a part of their range."""
+    known = [value for value in (*values, *include) if abs(value) < _MOST] or [0.0, 1.0]
     low, high = min(known), max(known)
     if high - low <= 1e-9 * max(abs(low), abs(high), 1e-30):
         low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
@@ -50,7 +50,7 @@ def linear(
 
 def logarithmic(values: Iterable[float], start: float, end: float, include: Iterable[float] = ()) -> Scale:
     """Around all values above zero, a fifth of a decade wider."""
-    known = [value for value in (*values, *include) if _LEAST < value < 1 / _LEAST] or [0.1, 10.0]
+    known = [value for value in (*values, *include) if _LEAST < value < _MOST] or [0.1, 10.0]
     return Scale(min(known) / 1.6, max(known) * 1.6, start, end, log=True)
 
 

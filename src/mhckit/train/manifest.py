@@ -52,14 +52,21 @@ class Manifest:
         try:
             content = json.loads(file.read_bytes())
             kind, version = content["kind"], content["version"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{file} is corrupt, or not of mhckit: {error!r}") from error
         if kind != KIND or version != VERSION:
             raise ValueError(f"{file} must be of a {KIND}, version {VERSION}; it is of a {kind}, version {version}")
         if content.pop("digest", None) != _digest(content):
             raise ValueError(f"{file} is corrupt: its digest is another one")
-        files = {name: FileFacts(**facts) for name, facts in content["files"].items()}
-        return cls(content["step"], content["world"], content["config"], files)
+        try:
+            files = {name: FileFacts(**facts) for name, facts in content["files"].items()}
+            manifest = cls(content["step"], content["world"], content["config"], files)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is not of mhckit: {error!r}") from error
+        for name in files:
+            if Path(name).name != name:
+                raise ValueError(f"{file} is not of mhckit: it lists {name!r}, which does not lie beside it")
+        return manifest
 
     def verify(self, folder: Path, names: Iterable[str]) -> None:
         """Raises ValueError if one of these files is not as it was written."""
