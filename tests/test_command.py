@@ -29,4 +29,5 @@ def test_another_missing_module_is_not_taken_for_it() -> None:
 def test_help_lists_the_commands() -> None:
     done = _run("-m", "mhckit", "--help")
     assert done.returncode == 0, done.stderr
-    assert all(f" {command} " in done.stdout for command in ("bench", "doctor", "train", "compare", "export"))
+    for command in ("bench", "doctor", "train", "inspect", "compare", "export"):
+        assert f" {command} " in done.stdout

@@ -28,6 +28,22 @@ def test_lines_survive_the_file(tmp_path: Path) -> None:
     assert read_lines(path) == sample.lines()
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty"),
+        ('{"kind": "host", "commit": "a"}\n\n{"kind":\n', "line 3 of .* is no JSON"),
+        ("[1]\n", "line 1 of .* has no kind and commit"),
+        ('{"kind": "host"}\n', "line 1 of .* has no kind and commit"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        read_lines(path)
+
+
 def test_newest_is_the_commit_measured_last_and_its_later_run() -> None:
     old = [line | {"commit": "old"} for line in sample.lines()]
     again = [sample.FACTS | line for line in ({"kind": "ceiling"}, *sample.sublayer(sample.SMALL, 1.0, 2.0))]

@@ -27,6 +27,10 @@ OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a to
     [
         (FileNotFoundError(errno.ENOENT, "No such file", "a.bin"), "no such file or folder: a.bin; is the path right"),
         (PermissionError(errno.EACCES, "Permission denied", "a.bin"), "permission denied: a.bin; look at its owner"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "a"), "a folder where a file should be: a; name a file"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "a/b"), "a file where a folder should be: a/b; name"),
+        (FileExistsError(errno.EEXIST, "File exists", "a"), "a file where a folder should be: a; name another path"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "one of the given files is not UTF-8 text"),
         (OSError(errno.ENOSPC, "No space left", "a.bin"), "the disk is full: a.bin; make room"),
         (OSError(errno.EIO, "Input/output error", "a.bin"), "Input/output error: a.bin"),
         (torch.OutOfMemoryError(OUT_OF_MEMORY), "out of memory (CUDA out of memory. Tried to allocate 20.00 MiB);"),
@@ -71,6 +75,15 @@ def test_only_what_mhckit_says_itself_is_taken_for_an_explanation() -> None:
     with pytest.raises(TypeError) as mistake:
         of_kind(None, "kind")
     assert "(mhckit/bench/results.py, line " in in_a_line(mistake.value) and "--debug" in in_a_line(mistake.value)
+
+
+def test_the_folder_that_one_is_in_may_be_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    here.rmdir()
+    line = in_a_line(FileNotFoundError(errno.ENOENT, "No such file", "a.bin"))
+    assert line == "mhckit: no such file or folder: a.bin; is the path right?"
 
 
 def test_what_a_name_holds_is_shown_and_not_obeyed() -> None:

@@ -12,6 +12,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+README = ROOT / "README.md"
 
 # Code that a page's examples need and its readers do not: a comment of HTML in the page.
 SETUP = re.compile(r"<!-- run first\n(.*)-->\s*", re.DOTALL)
@@ -20,7 +21,7 @@ _TITLE = re.compile(r'title="([^"]*)"')
 
 
 class Block(NamedTuple):
-    """Some code on a page; a language of "" is code that is only indented."""
+    """Some code on a page; without a language, or only indented, its language is "none"."""
 
     page: Path
     line: int
@@ -49,11 +50,11 @@ def _blocks(page: Path, text: str) -> Iterator[Block]:
             title = _TITLE.search(options)
             yield Block(page, line, language or "none", title[1] if title else "", token.content)
         elif token.type == "code_block":
-            yield Block(page, line, "", "", token.content)
+            yield Block(page, line, "none", "", token.content)
         elif token.type == "html_block" and "run first" in token.content:
             setup = SETUP.fullmatch(token.content)
             assert setup is not None, f"{name_of(page)}:{line}: setup must be '<!-- run first', code, '-->'"
             yield Block(page, line, "python", "", setup[1])
 
 
-ALL_BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+ALL_BLOCKS = [block for page in [README, *PAGES] for block in blocks_of(page)]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 from pages import DOCS, PAGES, ROOT, name_of
+from typer.testing import CliRunner
 
 from mhckit.cli import app
 
@@ -144,6 +145,17 @@ def test_every_command_and_exit_code_is_described() -> None:
 
     described = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
     assert described == re.findall(r"^ +(\d+) ", EXIT_CODES, re.MULTILINE)
+
+
+def test_options_that_are_described_exist() -> None:
+    """In the section of a command, outside of its examples, which are parsed."""
+    text = (DOCS / "command-line.md").read_text()
+    sections = re.findall(r"^## `mhckit (\w+)`\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    described = [(name, option) for name, section in sections for option in re.findall(r"`(--[a-z-]+)", section)]
+    assert len(described) > 30
+    helps = {name: CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output for name, _ in sections}
+    for name, option in described:
+        assert re.search(rf"{option}\b(?!-)", helps[name]), f"mhckit {name} has no {option}"
 
 
 def _names(command: Any, name: str) -> list[str]:

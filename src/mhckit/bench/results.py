@@ -12,7 +12,20 @@ _CASE = ("tokens", "channels", "streams", "out_norm")
 
 
 def read_lines(path: Path) -> list[Line]:
-    return [json.loads(text) for text in path.read_text().splitlines() if text]
+    lines = [_parse(text, path, number) for number, text in enumerate(path.read_text().splitlines(), 1) if text]
+    if not lines:
+        raise ValueError(f"{path} is empty: it should hold lines that mhckit bench wrote")
+    return lines
+
+
+def _parse(text: str, path: Path, number: int) -> Line:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"line {number} of {path} is no JSON: {error}") from error
+    if not isinstance(line, dict) or not {"kind", "commit"} <= line.keys():
+        raise ValueError(f"line {number} of {path} has no kind and commit: mhckit bench did not write it")
+    return line
 
 
 def append_lines(path: Path, lines: Iterable[Line]) -> None:

@@ -34,6 +34,8 @@ def _words(error: BaseException) -> str:
         return _missing_module(error)
     if isinstance(error, OSError) and error.errno is not None:
         return _from_the_system(error)
+    if isinstance(error, UnicodeDecodeError):  # which does not know the file
+        return f"one of the given files is not UTF-8 text: {error} ({_place(error)})"
     if _is_out_of_memory(error):
         return _out_of_memory(error)
     if isinstance(error, (ValueError, TypeError, ImportError, FloatingPointError)) and _is_raised_by_mhckit(error):
@@ -54,12 +56,23 @@ def _from_the_system(error: OSError) -> str:
     names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
     where = f": {names}" if names else ""
     if isinstance(error, FileNotFoundError):
-        return f"no such file or folder{where}; is the path right, seen from {Path.cwd()}?"
+        return f"no such file or folder{where}; is the path right{_seen_from_here()}?"
+    if isinstance(error, IsADirectoryError):
+        return f"a folder where a file should be{where}; name a file"
+    if isinstance(error, (NotADirectoryError, FileExistsError)):
+        return f"a file where a folder should be{where}; name another path"
     if isinstance(error, PermissionError):
         return f"permission denied{where}; look at its owner and mode, or name another path"
     if error.errno in _FULL:
         return f"the disk is full{where}; make room, or name a path on another disk"
     return f"{error.strerror}{where} ({_place(error)})"
+
+
+def _seen_from_here() -> str:
+    try:
+        return f", seen from {Path.cwd()}"
+    except OSError:  # the folder is gone
+        return ""
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

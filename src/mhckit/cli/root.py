@@ -65,8 +65,7 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        names = super().list_commands(ctx)
-        return [name for name in FIRST if name in names] + [name for name in names if name not in FIRST]
+        return [*FIRST, *(name for name in super().list_commands(ctx) if name not in FIRST)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         formatter.write(f"{self.help}\n\n")
