@@ -6,7 +6,7 @@ It knows nothing of mHC and needs nothing but Python. Everything that is put int
 from .charts import Band, Drawing, Guide, Series, Tip, band_chart, bar_chart, line_chart
 from .matrices import Matrices, Stack
 from .page import Page, Section
-from .parts import Choice, Columns, Details, Figure, Finding, Findings, Group, Paragraph, Part, Picture, Table
+from .parts import Choice, Columns, Details, Figure, Finding, Findings, Group, Paragraph, Part, Table
 from .text import number, visible
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Page",
     "Paragraph",
     "Part",
-    "Picture",
     "Section",
     "Series",
     "Stack",

@@ -19,20 +19,18 @@ _FAINT = 0.05  # what has either sign and is smaller than that has no strong col
 
 @dataclass(frozen=True)
 class Stack:
-    """Matrices of one kind, one for each name of the choice. None: there is none."""
+    """Matrices of one kind, one for each name of the choice."""
 
     title: str
-    matrices: Sequence[Matrix | None]
+    matrices: Sequence[Matrix]
     caption: str = ""
 
     def data(self) -> dict[str, object]:
-        values = [value for matrix in self.matrices for row in matrix or () for value in row if math.isfinite(value)]
+        values = [value for matrix in self.matrices for row in matrix for value in row if math.isfinite(value)]
         signed = any(value < -1e-6 for value in values)
         largest = max((abs(value) for value in values), default=1.0)
         limit = 1.0 if not signed and largest <= _ONE else max(_rounded(largest), _FAINT)
-        matrices = [
-            None if matrix is None else [[_rounded(v) for v in row] for row in matrix] for matrix in self.matrices
-        ]
+        matrices = [[[_rounded(value) for value in row] for row in matrix] for matrix in self.matrices]
         return {"title": self.title, "caption": self.caption, "limit": limit, "matrices": matrices}
 
 

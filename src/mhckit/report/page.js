@@ -48,8 +48,8 @@
     const matrix = stack.matrices[index];
     const figure = element("figure");
     figure.append(element("h3", {}, stack.title));
-    if (matrix) figure.append(large(data, stack, matrix));
-    figure.append(element("figcaption", {}, matrix ? stack.caption : "There is none here."));
+    figure.append(large(data, stack, matrix));
+    figure.append(element("figcaption", {}, stack.caption));
     return figure;
   }
 
@@ -77,9 +77,9 @@
   }
 
   function small(stack, matrix) {
-    const n = matrix ? matrix.length : 1;
+    const n = matrix.length;
     const svg = shape("svg", { viewBox: `0 0 ${n} ${n}`, "aria-hidden": "true" });
-    (matrix || []).forEach((row, y) => row.forEach((value, x) => svg.append(cell(value, stack.limit, { x, y, width: 1, height: 1 }))));
+    matrix.forEach((row, y) => row.forEach((value, x) => svg.append(cell(value, stack.limit, { x, y, width: 1, height: 1 }))));
     svg.append(shape("rect", { width: n, height: n, class: "frame", "stroke-width": n / 40 }));
     return svg;
   }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -101,20 +100,6 @@ class Figure:
         legend = _legend(self.drawing.legend)
         caption = _caption(f"{self.caption} {self.drawing.note}".strip(), self.drawing.remark)
         return f"<figure><h3>{escape(self.title)}</h3>{legend}{svg}{caption}</figure>"
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A PNG inside the page."""
-
-    png: bytes
-    alt: str
-    caption: str = ""
-
-    def html(self) -> str:
-        data = base64.b64encode(self.png).decode("ascii")
-        image = f'<img src="data:image/png;base64,{data}"{attributes(alt=self.alt)}>'
-        return f"<figure>{image}{_caption(self.caption, '')}</figure>"
 
 
 @dataclass(frozen=True)
