@@ -5,6 +5,7 @@ mhckit bench                          measure everything; --quick, --only and --
 mhckit bench model                    a whole model of transformers, with and without mhckit
 mhckit bench training                 what mHC costs a training step
 mhckit bench plot RESULTS             pictures from measurements
+mhckit bench report RESULTS           one page from measurements
 mhckit bench readme                   the README's table from measurements
 mhckit bench committed                what `mhckit doctor` compares with, from measurements
 mhckit train                          train a language model; alone, or started by torchrun

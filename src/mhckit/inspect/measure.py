@@ -58,6 +58,7 @@ def mixing_depth(measured: Sequence[Sublayer]) -> int | None:
 
 
 def _composites(observed: Sequence[Observed]) -> list[Tensor]:
+    """One after the other: `mhckit.health` takes fewer, larger steps, which want N times the memory."""
     products = [observed[0].res]
     for each in observed[1:]:
         products.append(each.res @ products[-1])
