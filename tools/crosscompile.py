@@ -106,8 +106,9 @@ def record(run: Any) -> list[Launch]:
     launches: dict[Launch, None] = {}
 
     def remember(kernel: JITFunction, grid: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        bound = dict(zip(kernel.arg_names, args, strict=False)) | constants
-        launches[_launch(kernel, bound)] = None
+        for form in _launcher.forms(kernel, constants):
+            bound = dict(zip(kernel.arg_names, args, strict=False)) | form
+            launches[_launch(kernel, bound)] = None
 
     saved = _launcher.observer, _runtime.check
     _launcher.observer, _runtime.check = remember, lambda device: None
@@ -133,14 +134,18 @@ def _launch(kernel: JITFunction, bound: dict[str, Any]) -> Launch:
             signature.append((name, "fp32" if isinstance(value, float) else "i32"))
             if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
                 aligned.append(name)
-    options = tuple((name, bound[name]) for name in ("num_warps", "num_stages") if name in bound)
+    options = tuple((name, bound[name]) for name in ("num_warps", "num_stages", "launch_pdl") if name in bound)
     return Launch(kernel.__module__, kernel.__name__, tuple(signature), tuple(constants), tuple(aligned), options)
 
 
 def compile_launch(launch: Launch, target: str) -> Compiled:
     constants = dict(launch.constants)
-    if target.startswith("gfx") and "PRECISION" in constants:
-        constants["PRECISION"] = "ieee"
+    if target.startswith("gfx"):
+        constants |= {name: value for name, value in {"PRECISION": "ieee", "PTX": False}.items() if name in constants}
+    options = dict(launch.options)
+    if target in ("sm_80", "gfx942") and "EARLY" in constants:  # as `starts_early` has it
+        constants["EARLY"] = False
+        options.pop("launch_pdl", None)
     if target not in ("sm_80", "sm_90") and constants.get("PACKED") and "IN_THREAD" in constants:
         constants["IN_THREAD"] = False  # as `dots_stay_in_threads` has it
     kernel = launch.kernel
@@ -152,7 +157,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned},
     )
     start = time.perf_counter()
-    binary = triton.compile(source, target=TARGETS[target], options=dict(launch.options))
+    binary = triton.compile(source, target=TARGETS[target], options=options)
     seconds = time.perf_counter() - start
     registers = stack = None
     assembly: list[str] = []

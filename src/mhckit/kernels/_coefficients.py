@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ._device import bfloat16_parts, join_last, load_float, part_column, rounded_product, store_as
+from ._partial_sums import CHAIN, add_in_pairs, slots_of_chains
 
 
 @triton.jit
@@ -82,18 +83,64 @@ def beside_residual(value, MATH: tl.constexpr):
 
 
 @triton.jit
-def load_group(partials, GROUP: tl.constexpr, index, exists, t, live, splits, T, MATH: tl.constexpr):
-    """A group of z's rows (0 pre, 1 post, 2 residual) for each token: partials [splits, T, P] summed in order."""
-    first = t * MATH.rows + GROUP * MATH.streams
-    total = _load_group(partials, first, live, GROUP, index, exists, MATH)
-    for split in range(1, splits):
-        slot = partials + tl.cast(split, tl.int64) * T * MATH.rows
-        total += _load_group(slot, first, live, GROUP, index, exists, MATH)
-    return total
+def add_up(sums, t, live, T, READS: tl.constexpr, WRITES: tl.constexpr, MANY: tl.constexpr, MATH: tl.constexpr):
+    """The sum of squares of each token, then those groups of z's rows that a read (pre) or the next write (post and the
+    residual map) takes, from the slots that F1 left: one for each slice of channels, or MANY (see `_partial_sums`).
+    """
+    partials, squares, slots, together = sums
+    if MANY:
+        total = _load_sums(partials, squares, t, live & (slots < 0), READS, WRITES, MATH)
+        for first in range(0, slots, together):
+            end = tl.minimum(first + together, slots)
+            at, here = slots_of_chains(t, live, first, end, 0, T)
+            chains = _load_sums(partials, squares, at, here, READS, WRITES, MATH)
+            for k in tl.static_range(1, CHAIN):
+                at, here = slots_of_chains(t, live, first, end, k, T)
+                chains = _add_all(chains, _load_sums(partials, squares, at, here, READS, WRITES, MATH))
+            total = _add_all(total, _add_all_in_pairs(chains))
+        return total
+    else:
+        total = _load_sums(partials, squares, t, live, READS, WRITES, MATH)
+        for slot in range(1, slots):
+            at = tl.cast(slot, tl.int64) * T + t
+            total = _add_all(total, _load_sums(partials, squares, at, live, READS, WRITES, MATH))
+        return total
 
 
 @triton.jit
-def _load_group(z, first, live, GROUP: tl.constexpr, index, exists, MATH: tl.constexpr):
+def _load_sums(partials, squares, at, here, READS: tl.constexpr, WRITES: tl.constexpr, MATH: tl.constexpr):
+    n, is_stream = stream_index(MATH)
+    values = (load_float(squares, at, here),)
+    if READS:
+        values = values + (load_group(partials, 0, n, is_stream, at, here, MATH),)
+    if WRITES and MATH.post != "none":
+        values = values + (load_group(partials, 1, n, is_stream, at, here, MATH),)
+    if WRITES and MATH.logits > 0:
+        index, is_logit = residual_index(MATH)
+        values = values + (load_group(partials, 2, index, is_logit, at, here, MATH),)
+    return values
+
+
+@triton.jit
+def _add_all(a, b):
+    values = ()
+    for i in tl.static_range(len(a)):
+        values = values + (a[i] + b[i],)
+    return values
+
+
+@triton.jit
+def _add_all_in_pairs(chains):
+    values = ()
+    for i in tl.static_range(len(chains)):
+        values = values + (add_in_pairs(chains[i]),)
+    return values
+
+
+@triton.jit
+def load_group(z, GROUP: tl.constexpr, index, exists, t, live, MATH: tl.constexpr):
+    """A group of the rows of z [T, P] for each token: 0 pre, 1 post, 2 residual."""
+    first = t * MATH.rows + GROUP * MATH.streams
     if GROUP == 2 and not MATH.flat:
         return load_matrices(z, first, live, MATH, False)
     else:

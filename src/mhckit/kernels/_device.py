@@ -140,10 +140,43 @@ def from_columns(columns, COUNT: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def bfloat16_parts(wide):
-    """Two bfloat16 tensors whose sum is wide to within 2^-16 of it."""
-    high = wide.to(tl.bfloat16)
-    return high, (wide - high.to(tl.float32)).to(tl.bfloat16)
+def bfloat16_parts(wide, PTX: tl.constexpr = False):
+    """Two bfloat16 tensors whose sum is wide to within 2^-16 of it.
+
+    The compiler rounds values one by one, on a slow unit. With PTX two are rounded at a time, which counts where a
+    program has a multiprocessor to itself; the bits are the same.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b;
+            cvt.rn.bf16x2.f32 $0, $3, $2;
+            shl.b32 a, $0, 16;
+            and.b32 b, $0, 0xffff0000;
+            sub.rn.f32 a, $2, a;
+            sub.rn.f32 b, $3, b;
+            cvt.rn.bf16x2.f32 $1, b, a;
+            }""",
+            "=r,=r,r,r",
+            [wide],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        high = wide.to(tl.bfloat16)
+        return high, (wide - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def rounded(wide, dtype: tl.constexpr, PTX: tl.constexpr):
+    """wide.to(dtype); PTX as in `bfloat16_parts`."""
+    if PTX and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [wide], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        return wide.to(dtype)
 
 
 @triton.jit
@@ -211,5 +244,18 @@ def fold(a, b, FOLD: tl.constexpr, IN_THREAD: tl.constexpr):
     """
     TOKENS: tl.constexpr = a.shape[0]
     WIDTH: tl.constexpr = a.shape[1]
-    product = a * b if IN_THREAD else rounded_product(a, b)
-    return tl.sum(tl.reshape(product, (TOKENS, WIDTH // FOLD, FOLD)), 2)
+    return tl.sum(tl.reshape(_product(a, b, IN_THREAD), (TOKENS, WIDTH // FOLD, FOLD)), 2)
+
+
+@triton.jit
+def fold_pair(a, b, c, d, FOLD: tl.constexpr, IN_THREAD: tl.constexpr):
+    """[..., 2]: `fold` of a and b, and of c and d, all of them in one layout."""
+    TOKENS: tl.constexpr = a.shape[0]
+    WIDTH: tl.constexpr = a.shape[1]
+    products = tl.join(_product(a, b, IN_THREAD), _product(c, d, IN_THREAD))
+    return tl.sum(tl.reshape(products, (TOKENS, WIDTH // FOLD, FOLD, 2)), 2)
+
+
+@triton.jit
+def _product(a, b, IN_THREAD: tl.constexpr):
+    return a * b if IN_THREAD else rounded_product(a, b)

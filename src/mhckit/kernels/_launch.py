@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
@@ -28,6 +29,8 @@ PRECISION = "ieee" if torch.version.hip else "tf32x3"
 ROWS = 32
 # Channels of one block of a packed phi.
 PHI_BLOCK = 32
+# Channels of all streams whose sums F1 ends before it begins the next. With few tokens a program takes no more.
+SUM_WIDTH = 128
 # Least channels per partial sum of F1 and J, which fixes the order of their sums. Models with more channels train with
 # fewer tokens at a time: slices keep about as many programs of 32 tokens as a large device runs at once.
 SLICE_WIDTH = 2560
@@ -98,6 +101,18 @@ def dots_stay_in_threads(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] in (8, 9)
 
 
+def has_ptx(device: torch.device) -> bool:
+    """Whether kernels may hold instructions by name: on NVIDIA's GPUs since Ampere; the interpreter knows none."""
+    if device.type != "cuda":
+        return not triton.knobs.runtime.interpret
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may be launched before the one it depends on has ended, and wait for it: since Hopper."""
+    return has_ptx(device) and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
+
+
 def row_blocks(rows: int) -> int:
     return cdiv(rows, ROWS)
 
@@ -142,7 +157,18 @@ def packed_dz_width(rows: int) -> int:
 def slice_width(channels: int) -> int:
     """Channels per partial sum: as many slices as have SLICE_WIDTH channels, of equal width."""
     slices = max(1, channels // SLICE_WIDTH)
-    return cdiv(cdiv(channels, slices), 64) * 64
+    return cdiv(cdiv(channels, slices), SUM_WIDTH) * SUM_WIDTH
+
+
+def leaves_idle(programs: int, device: torch.device) -> bool:
+    """Whether there are multiprocessors without a program."""
+    return programs < _multiprocessors_of(device)
+
+
+@functools.cache
+def _multiprocessors_of(device: torch.device) -> int:
+    """As an H200 has where there is no device."""
+    return 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def write_launch(channels: int) -> Launch:

@@ -45,6 +45,10 @@ class Recorded(NamedTuple):
     args: tuple[Any, ...]
 
 
+# Kernels with a constant that follows the number of tokens: from the constants of a launch those of
+# each form, its own first. They are compiled together, so that a new number of tokens compiles nothing.
+all_forms: dict[Any, Callable[[dict[str, Any]], list[dict[str, Any]]]] = {}
+
 _compiled: dict[tuple[Any, ...], Compiled] = {}
 _recording = threading.local()
 
@@ -77,8 +81,16 @@ def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants
         launched = kernel[grid](*args, **constants)
         if launched is not None:  # a hook of Triton's can forbid a compilation
             compiled = _compiled[key] = _remember(kernel, launched, args, constants)
+            for form in forms(kernel, constants)[1:]:
+                kernel.warmup(*args, grid=grid, **form)
     if launches is not None:
         launches.append(None if compiled is None else Recorded(compiled, whole_grid, args))
+
+
+def forms(kernel: Any, constants: dict[str, Any]) -> list[dict[str, Any]]:
+    """The constants of a launch, then those of its kernel's other forms."""
+    of_kernel = all_forms.get(kernel)
+    return [constants] if of_kernel is None else of_kernel(constants)
 
 
 def repeat(launches: list[tuple[Compiled, tuple[int, int, int], tuple[Any, ...]]]) -> None:

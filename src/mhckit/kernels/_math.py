@@ -8,6 +8,7 @@ compared by identity: launches look kernels up by it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from ._launch import packed_dz_width, power_of_2
 # Iterations of Sinkhorn before which the backward keeps the matrix in registers. They are unrolled: more take longer to
 # compile and more registers, fewer are run again more often.
 SEGMENT_ITERATIONS = 4
+# The same where a kernel does nothing else, and nothing hides the time that it takes; on logarithms it takes more
+# registers.
+LONG_SEGMENT_ITERATIONS, LONG_SEGMENT_LOG_ITERATIONS = 20, 10
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -55,9 +59,10 @@ class Math:
     post_scale: float = 1.0
     post_eps: float = 0.0
     round_mix: bool = False
+    longest_segment: int = SEGMENT_ITERATIONS
 
     def __post_init__(self) -> None:
-        segment = min(max(self.iterations, 1), SEGMENT_ITERATIONS)
+        segment = min(max(self.iterations, 1), self.longest_segment)
         rows = 0 if self.pre == "given" else self.streams * (1 if self.post == "none" else 2) + self.logits
         derived = dict(
             padded_streams=power_of_2(self.streams),
@@ -75,6 +80,13 @@ class Math:
 
     def __repr__(self) -> str:
         return self._repr
+
+
+@functools.cache
+def with_long_segments(math: Math) -> Math:
+    """For the backward of the residual map in a kernel that does not wait for the streams meanwhile."""
+    longest = LONG_SEGMENT_LOG_ITERATIONS if math.log_space else LONG_SEGMENT_ITERATIONS
+    return dataclasses.replace(math, longest_segment=longest)
 
 
 @functools.lru_cache(maxsize=1024)

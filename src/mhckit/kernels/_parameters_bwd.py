@@ -165,6 +165,7 @@ def finish_kernel(
     write_sums,
     dpost,
     dres,
+    dread_weights,
     T,
     chunks,
     df_count,
@@ -202,7 +203,7 @@ def finish_kernel(
     if write_sums is not None:
         if tl.program_id(0) >= column_programs:
             first = (tl.program_id(0) - column_programs).to(tl.int64) * BLOCK_T
-            _finish_write(write_sums, dpost, dres, first, T, MATH.streams, SLICES, BLOCK_T)
+            _finish_write(write_sums, dpost, dres, dread_weights, first, T, MATH.streams, SLICES, BLOCK_T)
     if dbias is not None:
         part = tl.num_programs(0) - 1 - tl.program_id(0)
         _finish_logits(part, pre_sums, more_sums, dscale, dbias, pre_count, more_count, MATH)
@@ -229,20 +230,30 @@ def _finish_phi(
 
 
 @triton.jit
-def _finish_write(write_sums, dpost, dres, first, T, N: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr):
-    """dpost [T, N] and dres [T, N, N] from slices of them [SLICES, T, N + N*N]; only dpost for identity."""
+def _finish_write(
+    write_sums, dpost, dres, dread_weights, first, T, N: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """dpost [T, N], dres [T, N, N] and dread_weights [T, N], those that there are, from slices of them in a row."""
     t = first + tl.arange(0, BLOCK_T)
-    n = tl.arange(0, BLOCK_T)
-    PER_TOKEN: tl.constexpr = N if dres is None else N * (N + 1)
-    offsets = t[:, None] * N + n[None, :]
-    mask = (t < T)[:, None] & (n < N)[None, :]
-    store_as(dpost, offsets, _sum_slices(write_sums, t, n, mask, T, PER_TOKEN, SLICES), mask)
+    MIXED: tl.constexpr = 0 if dres is None else N * N
+    PER_TOKEN: tl.constexpr = N + MIXED + (0 if dread_weights is None else N)
+    _finish_numbers(write_sums, dpost, t, T, N, PER_TOKEN, SLICES, BLOCK_T)
     if dres is not None:
-        for block in tl.static_range(0, N * N, BLOCK_T):
-            k = block + n
-            mask = (t < T)[:, None] & (k < N * N)[None, :]
-            total = _sum_slices(write_sums + N, t, k, mask, T, PER_TOKEN, SLICES)
-            store_as(dres, t[:, None] * (N * N) + k[None, :], total, mask)
+        _finish_numbers(write_sums + N, dres, t, T, MIXED, PER_TOKEN, SLICES, BLOCK_T)
+    if dread_weights is not None:
+        _finish_numbers(write_sums + N + MIXED, dread_weights, t, T, N, PER_TOKEN, SLICES, BLOCK_T)
+
+
+@triton.jit
+def _finish_numbers(
+    sums, result, t, T, COUNT: tl.constexpr, PER_TOKEN: tl.constexpr, SLICES: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """result [T, COUNT]"""
+    for block in tl.static_range(0, COUNT, BLOCK_T):
+        k = block + tl.arange(0, BLOCK_T)
+        mask = (t < T)[:, None] & (k < COUNT)[None, :]
+        total = _sum_slices(sums, t, k, mask, T, PER_TOKEN, SLICES)
+        store_as(result, t[:, None] * COUNT + k[None, :], total, mask)
 
 
 @triton.jit
@@ -376,7 +387,7 @@ def finish(
         finish_kernel, (column_programs + write_programs + (LOGIT_PARTS if logit_sums else 0),),
         sums.phi if adds_up_phi else sums.dphi, phi, norm_weight, done.phi, done.norm_weight,
         sums.norm, done.out_norm_weight, df_sums, done.f_bias, pre, more, done.scale, done.bias, write_sums,
-        *((None, None) if write_sums is None else (written.dpost, written.dres)), tokens,
+        *((None,) * 3 if write_sums is None else (written.dpost, written.dres, written.dread_weights)), tokens,
         *(0 if slots is None else slots.shape[0] for slots in (sums.phi, df_sums, pre, more, sums.norm)),
         phi_columns, column_programs,
         C=channels, K=K, P=rows, MATH=math, PADDED_ROWS=power_of_2(max(rows, 1)), SLICES=slices,

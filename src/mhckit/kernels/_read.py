@@ -12,13 +12,15 @@ twice, the second time from the nearest cache).
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ._coefficients import (
+    add_up,
     beside_residual,
-    load_group,
     logits_of,
     matrix_index,
     post_of,
@@ -36,9 +38,10 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import cdiv, read_launch, residual_launch, rows_are_aligned
-from ._launcher import run
+from ._launch import cdiv, read_launch, residual_launch, rows_are_aligned, starts_early
+from ._launcher import all_forms, run
 from ._math import Math
+from ._partial_sums import CHAINS
 from ._residual import residual_map
 from ._write_project import Projection
 
@@ -46,7 +49,7 @@ from ._write_project import Projection
 MAX_STEPS = tl.constexpr(16)
 
 
-@triton.jit(do_not_specialize=["T", "splits", "residual_programs"])
+@triton.jit(do_not_specialize=["T", "slots", "together", "residual_programs"])
 def read_kernel(
     y,
     partials,
@@ -64,7 +67,8 @@ def read_kernel(
     u,
     T,
     C: tl.constexpr,
-    splits,
+    slots,
+    together,
     width,
     norm_eps,
     constant,
@@ -73,26 +77,38 @@ def read_kernel(
     WEIGHTS: tl.constexpr,
     SEPARATE: tl.constexpr,
     RESIDUAL_T: tl.constexpr,
+    MANY: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    sums = (partials, squares, splits, width)
+    if MANY and EARLY:
+        tl.extra.cuda.gdc_wait()
+    ALONE: tl.constexpr = WEIGHTS == "none"
+    # A program that loads CHAINS sums at a time for each token takes fewer tokens.
+    TOKENS: tl.constexpr = (BLOCK_T + CHAINS - 1) // CHAINS if MANY and ALONE else BLOCK_T
+    sums = (partials, squares, slots, together)
     program = tl.program_id(0).to(tl.int64)
     if program >= residual_programs:
         program -= residual_programs
-        t = program * BLOCK_T + tl.arange(0, BLOCK_T)
+        t = program * TOKENS + tl.arange(0, TOKENS)
         live = t < T
         n, is_stream = stream_index(MATH)
         at, here = t[:, None] * MATH.streams + n, live[:, None] & is_stream
         if MATH.rows > 0:
-            r = _load_r(sums, mean_square, t, live, T, MATH)
-            logits = _logits(partials, scale, bias, z, r, 0, n, is_stream, t, live, splits, T, MATH)
+            if MATH.dynamic:
+                added = add_up(sums, t, live, T, True, not SEPARATE, MANY, MATH)
+                r = _reciprocal_rms(added[0], width, mean_square, t, live, MATH)
+                logits = _logits(added[1], r, scale, bias, z, 0, n, is_stream, t, live, MATH)
+            else:
+                added, r = (), None
+                logits = _logits(None, None, scale, bias, z, 0, n, is_stream, t, live, MATH)
             value = pre_of(logits, is_stream, MATH)
             store_as(pre, at, value, here)
             if not SEPARATE:
-                _write_half(y, sums, scale, bias, post, res, z, r, t, live, T, MATH)
-        if WEIGHTS != "none":
+                _write_half(y, added[2:], r, scale, bias, post, res, z, t, live, MATH)
+        if not ALONE:
             if WEIGHTS == "constant":
                 value = tl.where(here, constant, 0.0)
             elif WEIGHTS == "first":
@@ -104,46 +120,48 @@ def read_kernel(
                 y, columns, norm_weight, x_in, u, t, live, C, norm_eps, MATH.streams, BLOCK_T, BLOCK_C, STAGES
             )
     elif SEPARATE:
-        _write_half_alone(y, sums, scale, bias, post, res, z, program, T, MATH, RESIDUAL_T)
+        _write_half_alone(y, sums, width, scale, bias, post, res, z, program, T, MANY, MATH, RESIDUAL_T)
 
 
 @triton.jit
-def _load_r(sums, mean_square, t, live, T, MATH: tl.constexpr):
-    """1 / rms of each token's streams; the mean square is stored on the way."""
-    _partials, squares, splits, width = sums
+def _write_half_alone(
+    y, sums, width, scale, bias, post, res, z, program, T, MANY: tl.constexpr, MATH: tl.constexpr,
+    RESIDUAL_T: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = (RESIDUAL_T + CHAINS - 1) // CHAINS if MANY else RESIDUAL_T
+    t = program * TOKENS + tl.arange(0, TOKENS)
+    live = t < T
     if MATH.dynamic:
-        square = load_float(squares, t, live)
-        for split in range(1, splits):
-            square += load_float(squares, tl.cast(split, tl.int64) * T + t, live)
-        square = tl.div_rn(square, width)
-        if mean_square is not None:
-            store_as(mean_square, t, square, live)
-        return reciprocal_rms(square, MATH)
+        added = add_up(sums, t, live, T, False, True, MANY, MATH)
+        r = _reciprocal_rms(added[0], width, None, t, live, MATH)
+        _write_half(y, added[1:], r, scale, bias, post, res, z, t, live, MATH)
     else:
-        return tl.zeros((t.shape[0],), tl.float32)
+        _write_half(y, (), None, scale, bias, post, res, z, t, live, MATH)
 
 
 @triton.jit
-def _write_half_alone(y, sums, scale, bias, post, res, z, program, T, MATH: tl.constexpr, RESIDUAL_T: tl.constexpr):
-    t = program * RESIDUAL_T + tl.arange(0, RESIDUAL_T)
-    r = _load_r(sums, None, t, t < T, T, MATH)
-    _write_half(y, sums, scale, bias, post, res, z, r, t, t < T, T, MATH)
+def _reciprocal_rms(square, width, mean_square, t, live, MATH: tl.constexpr):
+    """1 / rms of each token's streams; the mean square is stored on the way."""
+    square = tl.div_rn(square, width)
+    if mean_square is not None:
+        store_as(mean_square, t, square, live)
+    return reciprocal_rms(square, MATH)
 
 
 @triton.jit
-def _write_half(y, sums, scale, bias, post, res, z, r, t, live, T, MATH: tl.constexpr):
-    """post and the residual map, which the next write-back takes."""
-    partials, _squares, splits, _width = sums
+def _write_half(y, values, r, scale, bias, post, res, z, t, live, MATH: tl.constexpr):
+    """post and the residual map, which the next write-back takes; values: their rows of z, () if static."""
     if MATH.post != "none":
         n, is_stream = stream_index(MATH)
-        logits = _logits(partials, scale, bias, z, r, 1, n, is_stream, t, live, splits, T, MATH)
-        value = post_of(logits, MATH)
+        value = values[0] if MATH.dynamic else None
+        value = post_of(_logits(value, r, scale, bias, z, 1, n, is_stream, t, live, MATH), MATH)
         if MATH.round_mix:
             value = value.to(y.dtype.element_ty).to(tl.float32)
         store_as(post, t[:, None] * MATH.streams + n, value, live[:, None] & is_stream)
     if MATH.logits > 0:
         index, is_logit = residual_index(MATH)
-        logits = _logits(partials, scale, bias, z, r, 2, index, is_logit, t, live, splits, T, MATH)
+        value = values[len(values) - 1] if MATH.dynamic else None
+        logits = _logits(value, r, scale, bias, z, 2, index, is_logit, t, live, MATH)
         if MATH.residual == "logits":
             store_as(res, t[:, None] * MATH.logits + index, logits, live[:, None] & is_logit)
         else:
@@ -157,17 +175,17 @@ def _write_half(y, sums, scale, bias, post, res, z, r, t, live, T, MATH: tl.cons
 
 
 @triton.jit
-def _logits(partials, scale, bias, z, r, GROUP: tl.constexpr, index, exists, t, live, splits, T, MATH: tl.constexpr):
-    """Logits of a group of rows; its z is stored on the way."""
+def _logits(value, r, scale, bias, z, GROUP: tl.constexpr, index, exists, t, live, MATH: tl.constexpr):
+    """Logits of a group of z's rows, which are stored on the way; static: value and r are None."""
     token = beside_residual(t, MATH) if GROUP == 2 else t[:, None]
     here = (beside_residual(live, MATH) if GROUP == 2 else live[:, None]) & exists
-    value = tl.where(here, 0.0, 0.0)
     if MATH.dynamic:
-        value = load_group(partials, GROUP, index, exists, t, live, splits, T, MATH)
         if z is not None:
             store_as(z, token * MATH.rows + GROUP * MATH.streams + index, value, here)
-    r = beside_residual(r, MATH) if GROUP == 2 else r[:, None]
-    return logits_of(value, r, scale, bias, GROUP, index, exists, MATH)[0]
+        beside = beside_residual(r, MATH) if GROUP == 2 else r[:, None]
+        return logits_of(value, beside, scale, bias, GROUP, index, exists, MATH)[0]
+    else:
+        return logits_of(tl.where(here, 0.0, 0.0), None, scale, bias, GROUP, index, exists, MATH)[0]
 
 
 @triton.jit
@@ -251,17 +269,44 @@ def read(
 ) -> None:
     """Fill the given results. weights: a tensor [T, N], or what WEIGHTS may be; width: what divides the squares."""
     alone = isinstance(weights, str) and weights == "none"
+    slots, together = (0, 1) if projection is None else (projection.z.shape[0], projection.together)
+    many = None if projection is None else projection.many
+    early = projection is not None and starts_early(projection.z.device)
     residual = residual_launch(math.streams)
     launch = residual if alone else read_launch(math.streams, channels, aligned=y is None or rows_are_aligned(y))
     separate = not alone and math.rows > math.streams
-    residual_programs = cdiv(tokens, residual.block_t) if separate else 0
+    residual_programs = cdiv(tokens, _tokens_of_sums(residual.block_t, many)) if separate else 0
+    programs = cdiv(tokens, _tokens_of_sums(launch.block_t, many) if alone else launch.block_t)
     given = isinstance(weights, Tensor)
-    splits = 1 if projection is None else projection.z.shape[0]
     run(
-        read_kernel, (residual_programs + cdiv(tokens, launch.block_t),),
-        y, *(projection or (None, None)), scale, bias, weights if given else None, norm_weight,
-        x_in, pre, post, res if math.logits else None, z, mean_square, u if norm_weight is not None else None,
-        tokens, channels, splits, width or float(math.streams * channels), norm_eps, constant, residual_programs,
+        read_kernel, (residual_programs + programs,),
+        y, *((None, None) if projection is None else projection[:2]), scale, bias,
+        weights if given else None, norm_weight, x_in, pre, post, res if math.logits else None, z, mean_square,
+        u if norm_weight is not None else None,
+        tokens, channels, slots, together, width or float(math.streams * channels), norm_eps, constant,
+        residual_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
-        **launch.meta(),
+        MANY=many, EARLY=early, **_launched_early(many, early), **launch.meta(),
     )  # fmt: skip
+
+
+def _tokens_of_sums(tokens: int, many: bool | None) -> int:
+    """Tokens of a program that loads sums for each of them, and nothing else."""
+    return cdiv(tokens, CHAINS.value) if many else tokens
+
+
+def _launched_early(many: bool | None, early: bool) -> dict[str, bool]:
+    """With few tokens, launching F2 takes as long as its work: it is launched beside F1, and waits for it to end."""
+    return {"launch_pdl": True} if many and early else {}
+
+
+def _forms(constants: dict[str, Any]) -> list[dict[str, Any]]:
+    """MANY follows the number of tokens, unless it is None."""
+    many, early = constants["MANY"], constants["EARLY"]
+    if many is None:
+        return [constants]
+    other = {name: value for name, value in constants.items() if name != "launch_pdl"} | {"MANY": not many}
+    return [constants, other | _launched_early(not many, early)]
+
+
+all_forms[read_kernel] = _forms

@@ -60,7 +60,7 @@ from ._launch import (
     threads_hold_neighbours,
 )
 from ._launcher import run
-from ._math import Math
+from ._math import Math, with_long_segments
 from ._pack import pack_phi_block
 from ._residual import residual_map_backward
 
@@ -213,7 +213,7 @@ def _write_half_backward(dpost, dres, z, r, scale, bias, dz, sums, t, live, T, M
 @triton.jit
 def _load_rows(z, GROUP: tl.constexpr, index, exists, t, live, T, MATH: tl.constexpr):
     if MATH.dynamic:
-        return load_group(z, GROUP, index, exists, t, live, 1, T, MATH)
+        return load_group(z, GROUP, index, exists, t, live, MATH)
     else:
         return tl.where((beside_residual(live, MATH) if GROUP == 2 else live[:, None]) & exists, 0.0, 0.0)
 
@@ -362,6 +362,7 @@ def read_bwd(
     weights: a tensor [T, N], or what WEIGHTS may be; dz: where it goes, packed if it holds bfloat16.
     """
     alone = isinstance(weights, str) and weights == "none"
+    math = with_long_segments(math) if alone else math
     residual = residual_launch(math.streams)
     launch = residual if alone else read_bwd_launch(math.streams, channels, aligned=y is None or rows_are_aligned(y))
     more = math.rows - math.streams

@@ -70,21 +70,26 @@ def read_half_bwd(
     mean_square: Tensor | None,
     u: Tensor | None,
     math: Math,
+    *,
+    sums_weights: bool = True,
 ) -> ReadGradients:
-    """Up to where the streams come in. weights: a tensor [T, N], "pre", "first" (stream 0), or "none": no collapse."""
+    """Up to where the streams come in. weights: a tensor [T, N], "pre", "first" (stream 0), or "none": no collapse.
+
+    sums_weights: False where J sums the gradient of given weights, and the streams are not needed here.
+    """
     (T, N, C), lead = tokens_of(y), y.shape[:-2]
     phi, scale, bias, norm_weight = parameters
     collapses = dx_in is not None
     read_weights = read_weights_of_backward(y, weights, out_norm_weight) if collapses else None
     norm_share = empty(y, *lead, dtype=FLOAT) if collapses and out_norm_weight is not None else None
-    dweights = empty(weights, *weights.shape) if isinstance(weights, Tensor) else None
+    dweights = empty(weights, *weights.shape) if isinstance(weights, Tensor) and sums_weights else None
     packing = dz_parts = None
     if phi is not None:
         dz_parts = empty_dz_parts(y, T, math.rows)
         packing = Packing(phi, norm_weight, empty_phi_parts(phi, N), packed_channels(N, C, math.rows))
     gradients = read_bwd(
-        y, dx_in, dmix, z, mean_square, scale, bias, math,
-        like=y, tokens=T, channels=C, weights=weights, norm_weight=out_norm_weight, u=u,
+        y, dx_in if sums_weights else None, dmix, z, mean_square, scale, bias, math,
+        like=y, tokens=T, channels=C, weights=weights if sums_weights else "none", norm_weight=out_norm_weight, u=u,
         dz=dz_parts, k_factor=2 / (N * C),
         read_weights=None if read_weights is weights else read_weights, norm_share=norm_share, dweights=dweights,
         packing=packing,

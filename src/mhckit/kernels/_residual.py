@@ -2,7 +2,7 @@
 
 Matrices are [tokens, S, S] as the recipe stores them, padded to a power of two with `valid` false (R = 0) outside. MATH
 is a `_math.Math`. The formulas and the reasons for log space are in ops/sinkhorn.py. The backward runs the iteration
-again, a segment at a time, and keeps the matrix before each iteration in registers: nothing of it goes through memory.
+again, a segment at a time, and keeps the matrices of its iterations in registers: nothing of it goes through memory.
 """
 
 import triton
@@ -44,7 +44,7 @@ def residual_map_backward(dmatrix, logits, valid, MATH: tl.constexpr):
 
 @triton.jit
 def _iterate_backward(dmatrix, logits, valid, MATH: tl.constexpr):
-    """In segments from the last: each is run again from the start, the matrix before each iteration is kept, and it is
+    """In segments from the last: each is run again from the start, the matrices after each division are kept, and it is
     gone back through. A segment may reach beyond the last iteration: there nothing changes, forward or backward.
     """
     LENGTH: tl.constexpr = MATH.segment_iterations
@@ -56,19 +56,17 @@ def _iterate_backward(dmatrix, logits, valid, MATH: tl.constexpr):
         for _ in range(first):
             state, _w = _first_step(state, valid, MATH)
             state, _w = _second_step(state, valid, MATH)
-        before = ()
+        divided = ()
         for step in tl.static_range(LENGTH):
-            before = before + (state,)
-            after, _w = _first_step(state, valid, MATH)
-            after, _w = _second_step(after, valid, MATH)
+            between, first_divided = _first_step(state, valid, MATH)
+            after, second_divided = _second_step(between, valid, MATH)
+            divided = divided + (first_divided, second_divided)
             state = tl.where(first + step < MATH.iterations, after, state)
         last = rounded_product(dmatrix, tl.exp(state) if MATH.log_space else state)
         dlog = tl.where(segment == 0, last, dlog)
         for step in tl.static_range(LENGTH):
-            between, first_divided = _first_step(before[LENGTH - 1 - step], valid, MATH)
-            _after, second_divided = _second_step(between, valid, MATH)
-            dbefore = _step_backward(dlog, second_divided, not MATH.rows_first)
-            dbefore = _step_backward(dbefore, first_divided, MATH.rows_first)
+            dbefore = _step_backward(dlog, divided[2 * (LENGTH - 1 - step) + 1], not MATH.rows_first)
+            dbefore = _step_backward(dbefore, divided[2 * (LENGTH - 1 - step)], MATH.rows_first)
             dlog = tl.where(first + LENGTH - 1 - step < MATH.iterations, dbefore, dlog)
     return _start_backward(dlog, logits, valid, MATH)
 
@@ -108,8 +106,8 @@ def _normalise(state, valid, AXIS: tl.constexpr, MATH: tl.constexpr):
         state = tl.where(valid, state - log_divisor, float("-inf"))
         return state, tl.where(divided_by_sum, tl.exp(state), 0.0)
     else:
-        # One reciprocal per sum: an ulp of error more, which the next step divides out.
-        reciprocal = tl.div_rn(1.0, tl.sum(state, AXIS, keep_dims=True) + MATH.eps)
+        # One reciprocal per sum, to two ulps: an error that the next step divides out.
+        reciprocal = 1.0 / (tl.sum(state, AXIS, keep_dims=True) + MATH.eps)
         state = tl.where(valid, rounded_product(state, reciprocal), 0.0)
         return state, state
 

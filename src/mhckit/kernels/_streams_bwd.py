@@ -5,6 +5,7 @@
     without a write-back:  dx = G
     with one:  dx[t,i,c] = sum_o H[t,o,i] G[t,o,c]     df[t,c] = sum_o post[t,o] G[t,o,c]
                dH[t,o,i] = sum_c G[t,o,c] x[t,i,c]     dpost[t,o] = sum_c G[t,o,c] (f[t,c] + b[c])
+               dw[t,o] = sum_c d[t,c] y[t,o,c]         if w was given and there is no norm
                y recomputed from x and f
 
 The sums over channels are finished here, or slices of them left for `_parameters_bwd` to add up. Every part of G is
@@ -28,6 +29,7 @@ from ._device import (
     channels_exist,
     collapse,
     fold,
+    fold_pair,
     folded_zeros,
     load_float,
     load_per_token,
@@ -80,6 +82,7 @@ def streams_bwd_kernel(
     df_sums,
     dpost,
     dres,
+    dread_weights,
     write_sums,
     T,
     C: tl.constexpr,
@@ -111,10 +114,14 @@ def streams_bwd_kernel(
     if f is not None:
         post_columns = load_per_token(post, t, live, N)
         res_columns = () if res is None else load_per_token(res, t, live, N * N)
-        PER_STREAM: tl.constexpr = 1 if res is None else N + 1
+        MIXED: tl.constexpr = 0 if res is None else N
+        PER_STREAM: tl.constexpr = 1 + MIXED
+        nothing = folded_zeros(BLOCK_T, PIECE, FOLD)
         sums = ()
-        for _ in tl.static_range(N * PER_STREAM):
-            sums = sums + (folded_zeros(BLOCK_T, PIECE, FOLD),)
+        for _ in tl.static_range(N):
+            sums = sums + (nothing if dread_weights is None else tl.join(nothing, nothing),)
+            for _ in tl.static_range(MIXED):
+                sums = sums + (nothing,)
         if norm_weight is not None:
             # What x_in was collapsed with, in terms of x and f: d is known before any of y is made.
             shares = _scaled(weights, share, N)
@@ -166,10 +173,11 @@ def streams_bwd_kernel(
                 next_sums = ()
                 dx_tiles = ()
                 for o in tl.static_range(N):
-                    if phi_parts is not None:
+                    if phi_parts is not None or dread_weights is not None:
                         y = streams[o]
                         if f is not None:
                             y = write_stream(o, streams, f_piece, post_columns, res_columns, N)
+                    if phi_parts is not None:
                         if AHEAD:
                             G = dot_phi(dz_blocks, phi_tiles[piece * N + o], CHAINS, FOLD)
                         else:
@@ -195,7 +203,8 @@ def streams_bwd_kernel(
                     else:
                         df_tile += post_columns[o] * G
                         mixed = () if res is None else streams
-                        next_sums = _add_products(next_sums, sums, G, f_piece, mixed, FOLD, IN_THREAD)
+                        read = () if dread_weights is None else (d, y)
+                        next_sums = _add_products(next_sums, sums, G, f_piece, read, mixed, FOLD, IN_THREAD)
                         dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
                 if f is not None:
                     sums = next_sums
@@ -209,16 +218,28 @@ def streams_bwd_kernel(
                 c = start + BLOCK_C + tl.arange(0, PIECE)
                 first_n = _load_norm_weight(norm_weight, c, c < C)
     if f is not None:
-        slot = (tl.program_id(1).to(tl.int64) * T + t) * (N * PER_STREAM)
+        PER_TOKEN: tl.constexpr = N * (PER_STREAM + (0 if dread_weights is None else 1))
+        slot = (tl.program_id(1).to(tl.int64) * T + t) * PER_TOKEN
         for o in tl.static_range(N):
             for part in tl.static_range(PER_STREAM):
                 total = tl.sum(sums[o * PER_STREAM + part], 1)
-                if write_sums is not None:
-                    store_as(write_sums, slot + (o if part == 0 else N + o * N + part - 1), total, live)
-                elif part == 0:
-                    store_as(dpost, t * N + o, total, live)
+                if part > 0:
+                    _store_sum(dres, (t * N + o) * N + part - 1, write_sums, slot + N + o * N + part - 1, total, live)
+                elif dread_weights is None:
+                    _store_sum(dpost, t * N + o, write_sums, slot + o, total, live)
                 else:
-                    store_as(dres, (t * N + o) * N + part - 1, total, live)
+                    of_post, of_weights = tl.split(total)
+                    _store_sum(dpost, t * N + o, write_sums, slot + o, of_post, live)
+                    _store_sum(dread_weights, t * N + o, write_sums, slot + N * PER_STREAM + o, of_weights, live)
+
+
+@triton.jit
+def _store_sum(result, at, write_sums, slot, total, live):
+    """Finished, or where slices of it are to be added up, in its slot."""
+    if write_sums is not None:
+        store_as(write_sums, slot, total, live)
+    else:
+        store_as(result, at, total, live)
 
 
 @triton.jit
@@ -244,9 +265,17 @@ def _as_float(streams, piece: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _add_products(next_sums, sums, G, f, mixed, FOLD: tl.constexpr, IN_THREAD: tl.constexpr):
-    """next_sums, and the next of sums with the products of G with f and with each stream that is mixed."""
-    next_sums = next_sums + (sums[len(next_sums)] + fold(G, f, FOLD, IN_THREAD),)
+def _add_products(next_sums, sums, G, f, read, mixed, FOLD: tl.constexpr, IN_THREAD: tl.constexpr):
+    """next_sums, and the next of sums with the products of G with f and with each stream that is mixed.
+
+    read: () or (d, y_o), whose product is summed as a pair with that of G and f: by itself it has nothing to do with
+    the dot, and the compiler would give it another layout.
+    """
+    if len(read) == 0:
+        next_sums = next_sums + (sums[len(next_sums)] + fold(G, f, FOLD, IN_THREAD),)
+    else:
+        pair = fold_pair(G, f, read[0], read[1], FOLD, IN_THREAD)
+        next_sums = next_sums + (sums[len(next_sums)] + pair,)
     for i in tl.static_range(len(mixed)):
         next_sums = next_sums + (sums[len(next_sums)] + fold(G, mixed[i], FOLD, IN_THREAD),)
     return next_sums
@@ -316,7 +345,8 @@ class Write(NamedTuple):
 
 
 class WriteGradients(NamedTuple):
-    """dpost and dres are still to be filled where their sums over slices of channels [slices, T, N + N*N] are given.
+    """dpost, dres and dread_weights are still to be filled where their sums over slices of channels [slices, T, numbers
+    per token] are given.
 
     df_sums: df summed over the tokens of each program, if there is a bias.
     """
@@ -326,6 +356,7 @@ class WriteGradients(NamedTuple):
     df_sums: Tensor | None
     dpost: Tensor
     dres: Tensor | None
+    dread_weights: Tensor | None
     sums: Tensor | None
 
 
@@ -337,13 +368,19 @@ def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, pr
     shared = shared_memory_of(x.device)
     launch = streams_bwd_launch(N, C, rows=projection.rows, element_size=x.element_size(), shared=shared)
     width = max(launch.block_c, min(512, power_of_2(C)))
-    _launch(x, g, collapse, projection, (y, None, None, None, None), (dx, *[None] * 5), launch, width)
+    _launch(x, g, collapse, projection, (y, None, None, None, None), (dx, *[None] * 6), launch, width)
     return dx
 
 
 def write_streams_bwd(
-    x: Tensor, g: Tensor | None, collapse: CollapseGradient, projection: ProjectionGradient, write: Write
+    x: Tensor,
+    g: Tensor | None,
+    collapse: CollapseGradient,
+    projection: ProjectionGradient,
+    write: Write,
+    need_read_weights: bool,
 ) -> WriteGradients:
+    """need_read_weights: whether their gradient is summed here, too."""
     f, f_bias, post, res = write
     T, N, C = tokens_of(x)
     launch = streams_bwd_launch(
@@ -355,13 +392,14 @@ def write_streams_bwd(
         shared=shared_memory_of(x.device),
     )
     width = slice_width(C) if projection.rows else C
-    slices, sums_per_token = cdiv(C, width), N if res is None else N * (N + 1)
+    slices, sums_per_token = cdiv(C, width), N * (1 + (N if res is not None else 0) + need_read_weights)
     gradients = WriteGradients(
         empty(x, *x.shape),
         empty(f, *f.shape),
         None if f_bias is None else empty(f, cdiv(T, launch.block_t), C, dtype=FLOAT),
         empty(post, *post.shape),
         None if res is None else empty(res, *res.shape),
+        empty(collapse.read_weights, *collapse.read_weights.shape) if need_read_weights else None,
         None if slices == 1 else empty(x, slices, T, sums_per_token, dtype=FLOAT),
     )
     _launch(x, g, collapse, projection, (x, *write), gradients, launch, width)

@@ -63,7 +63,7 @@ def _recorded(run: Callable[[], object]) -> list[Launch]:
 
     def observe(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         if operators.runs_one():
-            launches.append(Launch(kernel, grid, args, constants))
+            launches.extend(Launch(kernel, grid, args, form) for form in _launcher.forms(kernel, constants))
         else:
             (outer or _launcher.run_now)(kernel, grid, args, constants)
 

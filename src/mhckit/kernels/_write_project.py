@@ -2,10 +2,13 @@
 
     y[t,o,c] = sum_i H[t,o,i] x[t,i,c] + post[t,o] (f[t,c] + b[c])           rounded once
     partial[s,t,p] = sum_{k in slice s} y[t,k] phi[p,k] w[k]                 square[s,t] = sum_{k in slice s} y[t,k]^2
+    x_in[t,c] = sum_i v[t,i] y[t,i,c]                                        if the read weights v are known already
 
-Either half can be left out: without f nothing is written and x itself is projected; without phi it is `post`. Slices
-are SLICE_WIDTH channels or more of all streams; `_read` adds them up, in order. Reads x and f, writes y: 18C bytes
-per token for 4 streams of 2-byte activations.
+Either half can be left out: without f nothing is written and x itself is projected; without phi it is `post`. Reads x
+and f, writes y: 18C bytes per token for 4 streams of 2-byte activations, 20C with x_in.
+
+Sums are over SUM_WIDTH channels of all streams at a time. A program takes `span` channels: a slice, whose sums it adds
+up, or with few tokens the channels of one sum, so that many programs share a token. `_partial_sums` has the order.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from ._device import (
     load_float,
     load_per_token,
     load_streams,
+    rounded,
     row_start,
     store_as,
     sum_parts,
@@ -35,17 +39,22 @@ from ._launch import (
     FLOAT,
     PRECISION,
     ROWS,
+    SUM_WIDTH,
     cdiv,
+    has_ptx,
+    leaves_idle,
     loads_are_wide,
     row_blocks,
     shared_memory_of,
     slice_width,
+    starts_early,
     threads_hold_neighbours,
     tokens_of,
     write_launch,
     write_project_launch,
 )
 from ._launcher import run
+from ._partial_sums import CHAIN, end_pairs, no_pairs, push
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -57,35 +66,46 @@ def write_project_kernel(
     res,
     phi,
     norm_weight,
+    read_weights,
     y,
+    x_in,
     partials,
     squares,
     T,
+    span,
     C: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
-    WIDTH: tl.constexpr,
+    SUM_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,
     IN_THREAD: tl.constexpr,
     PRECISION: tl.constexpr,
+    PTX: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()  # F2, where it is launched to wait for this kernel's end
     t, live = tokens_of_program(T, BLOCK_T)
     split = tl.program_id(1)
     if f is not None:
         post_columns = load_per_token(post, t, live, N)
         res_columns = () if res is None else load_per_token(res, t, live, N * N)
+    if x_in is not None:
+        weights = load_per_token(read_weights, t, live, N)
     if phi is not None:
         IN_PARTS: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+        z = _zeros(ROW_BLOCKS, 2 * ROWS if IN_PARTS else ROWS, BLOCK_T)
         square = tl.zeros((BLOCK_T, BLOCK_C // 8), tl.float32)
-        z = ()
-        for _ in tl.static_range(ROW_BLOCKS):
-            z = z + (tl.zeros((2 * ROWS if IN_PARTS else ROWS, BLOCK_T), tl.float32),)
-    end = tl.minimum((split + 1) * WIDTH, C)  # WIDTH is a multiple of BLOCK_C
-    for start in tl.range(split * WIDTH, end, BLOCK_C, num_stages=STAGES):
+        # The chain of sums that is not finished, and finished chains (see `_partial_sums`), of z and of the squares.
+        chain = _zeros(ROW_BLOCKS, ROWS, BLOCK_T) + (tl.zeros((BLOCK_T,), tl.float32),)
+        pairs = _no_pairs(chain)
+    begin = split * span
+    end = tl.minimum(begin + span, C)  # span is a multiple of BLOCK_C
+    for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
         c = start + tl.arange(0, BLOCK_C)
         here = channels_exist(c, C, BLOCK_C)
         tile = live[:, None] & here[None, :]
@@ -96,16 +116,22 @@ def write_project_kernel(
                 f_tile += load_float(f_bias, c, here)[None, :]
             streams = load_streams(x, at, tile, C, N)
         tiles = ()
+        collapsed = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
         for o in tl.static_range(N):
             if f is not None:
-                y_tile = write_stream(o, streams, f_tile, post_columns, res_columns, N).to(y.dtype.element_ty)
+                y_tile = write_stream(o, streams, f_tile, post_columns, res_columns, N)
+                y_tile = rounded(y_tile, y.dtype.element_ty, PTX)
                 tl.store(y + at + o * C, y_tile, mask=tile)
             else:
                 y_tile = tl.load(x + at + o * C, mask=tile, other=0.0)
+            wide = y_tile.to(tl.float32)
+            if x_in is not None:
+                collapsed = weights[o] * wide if o == 0 else tl.fma(weights[o], wide, collapsed)  # as `collapse`
             if phi is not None:
-                wide = y_tile.to(tl.float32)
                 square += fold(wide, wide, 8, IN_THREAD)
                 tiles = tiles + (y_tile,)
+        if x_in is not None:
+            store_as(x_in, row_start(x_in, t, 1, C)[:, None] + c[None, :], collapsed, tile)
         if phi is not None:
             # Tiles that were computed go to the tensor cores through shared memory: two at a time wait half as often.
             TOGETHER: tl.constexpr = 1 if f is None else 2
@@ -116,22 +142,64 @@ def write_project_kernel(
                     k = (o + column // BLOCK_C) * C + c_pair
                     exists = channels_exist(c_pair, C, BLOCK_C)
                     pair = _side_by_side(tiles[o], tiles[o + 1])
-                    z = _add_projection(z, pair, phi, norm_weight, k, exists, N * C, P, ROWS, PRECISION)
+                    z = _add_projection(z, pair, phi, norm_weight, k, exists, N * C, P, ROWS, PRECISION, PTX)
                 else:
-                    z = _add_projection(z, tiles[o], phi, norm_weight, o * C + c, here, N * C, P, ROWS, PRECISION)
+                    z = _add_projection(z, tiles[o], phi, norm_weight, o * C + c, here, N * C, P, ROWS, PRECISION, PTX)
+            done = start + BLOCK_C - begin
+            if (done % SUM_WIDTH == 0) | (start + BLOCK_C >= end):
+                chain = _add_sums(chain, z, square, IN_PARTS)
+                z = _zeros(ROW_BLOCKS, 2 * ROWS if IN_PARTS else ROWS, BLOCK_T)
+                square = tl.zeros((BLOCK_T, BLOCK_C // 8), tl.float32)
+                if (done % (CHAIN * SUM_WIDTH) == 0) | (start + BLOCK_C >= end):
+                    pairs = _push(pairs, chain, (done - BLOCK_C) // (CHAIN * SUM_WIDTH))
+                    chain = _zeros(ROW_BLOCKS, ROWS, BLOCK_T) + (tl.zeros((BLOCK_T,), tl.float32),)
     if phi is not None:
         slot = tl.cast(split, tl.int64) * T + t
+        chains = tl.cdiv(end - begin, CHAIN * SUM_WIDTH)
         for block in tl.static_range(ROW_BLOCKS):
             rows = block * ROWS + tl.arange(0, ROWS)
-            columns = sum_parts(z[block]) if IN_PARTS else z[block]
-            store_as(partials, slot[None, :] * P + rows[:, None], columns, live[None, :] & (rows < P)[:, None])
-        store_as(squares, slot, tl.sum(square, 1), live)
+            total = end_pairs(pairs[block], chains)
+            store_as(partials, slot[None, :] * P + rows[:, None], total, live[None, :] & (rows < P)[:, None])
+        store_as(squares, slot, end_pairs(pairs[ROW_BLOCKS], chains), live)
+
+
+@triton.jit
+def _zeros(COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    blocks = ()
+    for _ in tl.static_range(COUNT):
+        blocks = blocks + (tl.zeros((ROWS, COLUMNS), tl.float32),)
+    return blocks
+
+
+@triton.jit
+def _add_sums(chain, z, square, IN_PARTS: tl.constexpr):
+    sums = ()
+    for block in tl.static_range(len(z)):
+        sums = sums + (chain[block] + (sum_parts(z[block]) if IN_PARTS else z[block]),)
+    return sums + (chain[len(z)] + tl.sum(square, 1),)
+
+
+@triton.jit
+def _no_pairs(chain):
+    pairs = ()
+    for i in tl.static_range(len(chain)):
+        pairs = pairs + (no_pairs(chain[i]),)
+    return pairs
+
+
+@triton.jit
+def _push(pairs, chain, index):
+    pushed = ()
+    for i in tl.static_range(len(chain)):
+        pushed = pushed + (push(pairs[i], chain[i], index),)
+    return pushed
 
 
 @triton.jit
 def _add_projection(
-    z, y_tile, phi, norm_weight, k, here, K, P: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr
-):
+    z, y_tile, phi, norm_weight, k, here, K, P: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
     """z + phi[:, k] y^T for each block of rows; phi in parts beside bfloat16, whose products are exact.
 
     float16 lacks the range for such parts, so it goes the way of float32: tf32x3 (or ieee where that is missing).
@@ -143,7 +211,7 @@ def _add_projection(
         if norm_weight is not None:
             rows *= load_float(norm_weight, k, here)[None, :]
         if y_tile.dtype == tl.bfloat16:
-            sums = sums + (tl.dot(_stacked_parts(rows), tl.trans(y_tile), z[block]),)
+            sums = sums + (tl.dot(_stacked_parts(rows, PTX), tl.trans(y_tile), z[block]),)
         else:
             sums = sums + (tl.dot(rows, tl.trans(y_tile.to(tl.float32)), z[block], input_precision=PRECISION),)
     return sums
@@ -158,38 +226,57 @@ def _side_by_side(left, right):
 
 
 @triton.jit
-def _stacked_parts(rows):
+def _stacked_parts(rows, PTX: tl.constexpr):
     """[2 ROWS, channels]: high and low parts, in the order of `part_column`."""
     ROWS: tl.constexpr = rows.shape[0]
     COLUMNS: tl.constexpr = rows.shape[1]
-    high, low = bfloat16_parts(rows)
+    high, low = bfloat16_parts(rows, PTX)
     stacked = tl.permute(tl.reshape(tl.join(high, low), (ROWS // 8, 8, COLUMNS, 2)), (0, 3, 1, 2))
     return tl.reshape(stacked, (2 * ROWS, COLUMNS))
 
 
 class Projection(NamedTuple):
-    """Partial sums of z [splits, T, P] and of the squares [splits, T]."""
+    """Partial sums of z [slots, T, P] and of the squares [slots, T]: of slices of channels, or many for each slice.
+
+    together: slots of a slice. many: None where there is one slot, however many tokens there are.
+    """
 
     z: Tensor
     squares: Tensor
+    together: int = 1
+    many: bool | None = None
 
 
-def write(x: Tensor, f: Tensor, f_bias: Tensor | None, post: Tensor, res: Tensor | None) -> Tensor:
-    """y alone."""
+class Collapse(NamedTuple):
+    """Read weights [T, N] that are known before the streams are written, and where x_in goes."""
+
+    weights: Tensor | None = None
+    x_in: Tensor | None = None
+
+
+NO_COLLAPSE = Collapse()
+
+
+def write(
+    x: Tensor, f: Tensor, f_bias: Tensor | None, post: Tensor, res: Tensor | None, collapse: Collapse = NO_COLLAPSE
+) -> Tensor:
+    """y; without a projection."""
     T, N, C = tokens_of(x)
     y = empty(x, *x.shape)
     launch = write_launch(C)
     grid = (cdiv(T, launch.block_t), cdiv(C, launch.block_c))
     run(
         write_project_kernel, grid,
-        x, f, f_bias, post, res, None, None, y, None, None, T, C, 0,
-        N=N, WIDTH=launch.block_c, ROWS=ROWS, ROW_BLOCKS=0, IN_THREAD=False, PRECISION=PRECISION, **launch.meta(),
+        x, f, f_bias, post, res, None, None, collapse.weights, y, collapse.x_in, None, None, T, launch.block_c, C, 0,
+        N=N, SUM_WIDTH=SUM_WIDTH, ROWS=ROWS, ROW_BLOCKS=0, IN_THREAD=False, PRECISION=PRECISION,
+        PTX=False, EARLY=False, **launch.meta(),
     )  # fmt: skip
     return y
 
 
-def project_partials(x: Tensor, phi: Tensor, norm_weight: Tensor | None) -> Projection:
-    return _project(x, None, None, None, None, phi, norm_weight, None)
+def project_partials(x: Tensor, phi: Tensor, norm_weight: Tensor | None, *, many: bool = True) -> Projection:
+    """many: False where a slice of channels must have one slot."""
+    return _project(x, None, None, None, None, phi, norm_weight, None, NO_COLLAPSE, many)
 
 
 def write_project(
@@ -200,9 +287,10 @@ def write_project(
     res: Tensor | None,
     phi: Tensor,
     norm_weight: Tensor | None,
+    collapse: Collapse = NO_COLLAPSE,
 ) -> tuple[Tensor, Projection]:
     y = empty(x, *x.shape)
-    return y, _project(x, f, f_bias, post, res, phi, norm_weight, y)
+    return y, _project(x, f, f_bias, post, res, phi, norm_weight, y, collapse, True)
 
 
 def _project(
@@ -214,18 +302,23 @@ def _project(
     phi: Tensor,
     norm_weight: Tensor | None,
     y: Tensor | None,
+    collapse: Collapse,
+    may_be_many: bool,
 ) -> Projection:
     T, N, C = tokens_of(x)
-    P, width, wide = phi.shape[0], slice_width(C), loads_are_wide(x)
+    P, wide = phi.shape[0], loads_are_wide(x)
     launch = write_project_launch(
         N, P, writes=f is not None, element_size=x.element_size(), wide=wide, shared=shared_memory_of(x.device)
     )
-    splits = cdiv(C, width)
-    partials = Projection(empty(phi, splits, T, P, dtype=FLOAT), empty(phi, splits, T, dtype=FLOAT))
+    width = slice_width(C)
+    many = may_be_many and width > SUM_WIDTH and leaves_idle(cdiv(T, launch.block_t) * cdiv(C, width), x.device)
+    span = SUM_WIDTH if many else width
+    slots = cdiv(C, span)
+    z, squares = empty(phi, slots, T, P, dtype=FLOAT), empty(phi, slots, T, dtype=FLOAT)
     run(
-        write_project_kernel, (cdiv(T, launch.block_t), splits),
-        x, f, f_bias, post, res, phi, norm_weight, y, *partials, T, C, P,
-        N=N, WIDTH=width, ROWS=ROWS, ROW_BLOCKS=row_blocks(P), IN_THREAD=threads_hold_neighbours(x, launch),
-        PRECISION=PRECISION, **launch.meta(),
+        write_project_kernel, (cdiv(T, launch.block_t), slots),
+        x, f, f_bias, post, res, phi, norm_weight, collapse.weights, y, collapse.x_in, z, squares, T, span, C, P,
+        N=N, SUM_WIDTH=SUM_WIDTH, ROWS=ROWS, ROW_BLOCKS=row_blocks(P), IN_THREAD=threads_hold_neighbours(x, launch),
+        PRECISION=PRECISION, PTX=has_ptx(x.device), EARLY=starts_early(x.device), **launch.meta(),
     )  # fmt: skip
-    return partials
+    return Projection(z, squares, width // span, many if width > SUM_WIDTH else None)

@@ -1,4 +1,9 @@
-"""Kernels of `junction`: F1, F2; B, which also packs phi, P, J and the sums that end them."""
+"""Kernels of `junction`: F1, F2; B, which also packs phi, P, J and the sums that end them.
+
+A shifted recipe's read weights are known before the streams are written. Then F1 writes x_in as well, J sums the
+gradient of the weights, and neither F2 nor B has anything to do with the streams: 20C and 38C bytes per token instead
+of 28C and 48C.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,14 @@ from mhckit.recipe import Recipe
 from ._math import math_of
 from ._read_half import parameter_gradients, read_half_bwd, read_half_fwd, sums_over_tokens
 from ._streams_bwd import Write, write_streams_bwd
-from ._write_project import write, write_project
+from ._write_project import NO_COLLAPSE, Collapse, write, write_project
+
+
+def _in_one_pass(shifted_pre: Tensor | None, out_norm_weight: Tensor | None) -> bool:
+    """Whether F1 collapses what it writes, and J sums the gradient of the weights: they are given, and no norm wants a
+    whole row first.
+    """
+    return shifted_pre is not None and out_norm_weight is None
 
 
 def junction_fwd(
@@ -32,12 +44,14 @@ def junction_fwd(
     out_dtype: torch.dtype,
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
-    if phi is None:
-        y, projection = write(x, f, f_bias, post, res), None
-    else:
-        y, projection = write_project(x, f, f_bias, post, res, phi, norm_weight)
     results = empty_read(x, out_norm_weight, out_dtype, recipe)
-    weights = "pre" if shifted_pre is None else shifted_pre
+    weights, collapse = "pre" if shifted_pre is None else shifted_pre, NO_COLLAPSE
+    if _in_one_pass(shifted_pre, out_norm_weight):
+        weights, collapse = "none", Collapse(shifted_pre, results[0])
+    if phi is None:
+        y, projection = write(x, f, f_bias, post, res, collapse), None
+    else:
+        y, projection = write_project(x, f, f_bias, post, res, phi, norm_weight, collapse)
     parameters = Parameters(phi, scale, bias, norm_weight)
     read_half_fwd(y, projection, parameters, weights, out_norm_weight, out_norm_eps, results, math_of(recipe))
     return y, *results
@@ -70,12 +84,17 @@ def junction_bwd(
 ) -> tuple[Tensor, ...]:
     math, parameters = math_of(recipe), Parameters(phi, scale, bias, norm_weight)
     weights = "pre" if shifted_pre is None else shifted_pre
-    read = read_half_bwd(dx_in, (dpre, dpost, dres), y, parameters, weights, out_norm_weight, z, mean_square, u, math)
+    sums_weights = dx_in is not None and _in_one_pass(shifted_pre, out_norm_weight)
+    read = read_half_bwd(
+        dx_in, (dpre, dpost, dres), y, parameters, weights, out_norm_weight, z, mean_square, u, math,
+        sums_weights=not sums_weights,
+    )  # fmt: skip
     wanted_norm = out_norm_weight if need_out_norm else None
     sums = sums_over_tokens(read, y, parameters, wanted_norm, need_phi)
-    written = write_streams_bwd(x, g, read.collapse, read.projection, Write(f, f_bias, post, res))
+    written = write_streams_bwd(x, g, read.collapse, read.projection, Write(f, f_bias, post, res), sums_weights)
     done = parameter_gradients(
         read, sums, y, parameters, math, out_norm_weight=wanted_norm, written=written, f_bias=f_bias
     )
-    write_half = (written.dx, written.df, done.f_bias, read.weights, written.dpost, written.dres)
+    dweights = written.dread_weights if sums_weights else read.weights
+    write_half = (written.dx, written.df, done.f_bias, dweights, written.dpost, written.dres)
     return pack((*write_half, done.phi, done.scale, done.bias, done.norm_weight, done.out_norm_weight), otherwise=x)

@@ -19,7 +19,7 @@ def post_fwd(x: Tensor, f: Tensor, f_bias: Tensor | None, post: Tensor, res: Ten
 def post_bwd(
     g: Tensor, x: Tensor, f: Tensor, f_bias: Tensor | None, post: Tensor, res: Tensor | None
 ) -> tuple[Tensor, ...]:
-    written = write_streams_bwd(x, g, CollapseGradient(), ProjectionGradient(), Write(f, f_bias, post, res))
+    written = write_streams_bwd(x, g, CollapseGradient(), ProjectionGradient(), Write(f, f_bias, post, res), False)
     df_bias = None
     if f_bias is not None:
         _T, N, C = tokens_of(x)

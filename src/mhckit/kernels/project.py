@@ -1,4 +1,4 @@
-"""Kernels of `project`: F1 without a write-back, and the sums of its slices; J and P without the rest."""
+"""Kernels of `project`: F1 without a write-back, and the sums of its slots; J and P without the rest."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from ._streams_bwd import CollapseGradient, ProjectionGradient, read_streams_bwd
 from ._write_project import project_partials
 
 
-@triton.jit(do_not_specialize=["T", "splits"])
-def _sum_splits_kernel(
-    partials, squares, z, mean_square, T, splits, width, P, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr
-):
+@triton.jit(do_not_specialize=["T", "slots"])
+def _add_up_kernel(partials, squares, z, mean_square, T, slots, width, P, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr):
     t, live = tokens_of_program(T, BLOCK_T)
     p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
     tile = live[:, None] & (p < P)[None, :]
     total = load_float(partials, t[:, None] * P + p[None, :], tile)
     square = load_float(squares, t, live)
-    for split in range(1, splits):
-        slot = tl.cast(split, tl.int64) * T + t
-        total += load_float(partials, slot[:, None] * P + p[None, :], tile)
-        square += load_float(squares, slot, live)
+    for slot in range(1, slots):
+        at = tl.cast(slot, tl.int64) * T + t
+        total += load_float(partials, at[:, None] * P + p[None, :], tile)
+        square += load_float(squares, at, live)
     store_as(z, t[:, None] * P + p[None, :], total, tile)
     store_as(mean_square, t, tl.div_rn(square, width), live & (tl.program_id(1) == 0))
 
@@ -37,21 +35,11 @@ def _sum_splits_kernel(
 def project_fwd(x: Tensor, phi: Tensor, norm_weight: Tensor | None) -> tuple[Tensor, Tensor]:
     (T, N, C), lead, P = tokens_of(x), x.shape[:-2], phi.shape[0]
     z, mean_square = empty(x, *lead, P, dtype=FLOAT), empty(x, *lead, dtype=FLOAT)
-    partials = project_partials(x, phi, norm_weight)
-    grid = (cdiv(T, 32), cdiv(P, 32))
+    partials, squares, *_ = project_partials(x, phi, norm_weight, many=False)
     run(
-        _sum_splits_kernel,
-        grid,
-        *partials,
-        z,
-        mean_square,
-        T,
-        partials.z.shape[0],
-        float(N * C),
-        P,
-        BLOCK_T=32,
-        BLOCK_P=32,
-    )
+        _add_up_kernel, (cdiv(T, 32), cdiv(P, 32)),
+        partials, squares, z, mean_square, T, partials.shape[0], float(N * C), P, BLOCK_T=32, BLOCK_P=32,
+    )  # fmt: skip
     return z, mean_square
 
 

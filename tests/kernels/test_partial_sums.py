@@ -1,0 +1,116 @@
+"""Sums over channels have the same bits whether one program adds them up or F2 does, for many programs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accuracy import assert_accurate
+from recipes import every_recipe
+
+import mhckit
+from mhckit.kernels import _launch, _launcher, _read, _write_project
+from mhckit.kernels._launch import slice_width
+from mhckit.kernels._partial_sums import CHAIN, LEVELS
+from mhckit.testing import Call, make_call
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RECIPES = every_recipe()
+FORMS = {"few": True, "many": False}
+# Small, because the interpreter is slow; a chain is 8 sums.
+SUM, SLICE = 64, 640
+
+
+@pytest.fixture
+def small_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are made anew each time: a repeated call would repeat the form of the first."""
+    monkeypatch.setattr(_launch, "SUM_WIDTH", SUM)
+    monkeypatch.setattr(_launch, "SLICE_WIDTH", SLICE)
+    monkeypatch.setattr(_write_project, "SUM_WIDTH", SUM)
+    monkeypatch.setattr(_launcher, "observer", _launcher.run_now)
+
+
+with_small_sums = pytest.mark.usefixtures("small_sums")
+
+
+def _call(operator: str, name: str, channels: int, dtype: torch.dtype = torch.bfloat16) -> Call:
+    return make_call(operator, RECIPES[name], lead=(5,), channels=channels, dtype=dtype, device=DEVICE, optional=False)
+
+
+def _outputs(call: Call, few: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[torch.Tensor, ...]:
+    monkeypatch.setattr(_write_project, "leaves_idle", lambda programs, device: few)
+    with torch.no_grad(), mhckit.backend("triton"):
+        return call()
+
+
+@with_small_sums
+@pytest.mark.parametrize(
+    ("operator", "name", "channels", "dtype"),
+    [
+        ("junction", "deepseek_v4", SUM + 24, torch.bfloat16),  # two sums
+        ("junction", "deepseek_v41", 8 * SUM, torch.bfloat16),  # a whole chain
+        ("junction", "mhc_lite", 8 * SUM + 24, torch.bfloat16),  # two chains, the second of one sum
+        ("junction", "deepseek_v4", 3 * SUM + 8, torch.float32),
+        ("junction", "deepseek_v4", 3 * SUM + 8, torch.float16),
+        ("enter", "paper", 16 * SUM + 5, torch.bfloat16),  # three chains: a pair without a second
+        ("enter", "hy_v4", 2 * SLICE + 37, torch.bfloat16),  # two slices, of which the second is shorter
+        ("coefficients", "deepseek_v4", 8 * SUM + 5, torch.bfloat16),
+        ("head", "deepseek_v4", 9 * SUM, torch.bfloat16),
+    ],
+)
+def test_the_forms_agree(
+    operator: str, name: str, channels: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = _call(operator, name, channels, dtype)
+    many, few = (_outputs(call, form, monkeypatch) for form in (True, False))
+    for got, want in zip(many, few, strict=True):
+        assert not want.isnan().any()
+        assert torch.equal(got, want)
+
+
+@with_small_sums
+@pytest.mark.parametrize("few", FORMS.values(), ids=list(FORMS))
+def test_each_form_is_accurate(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two slices with two chains each."""
+    monkeypatch.setattr(_write_project, "leaves_idle", lambda programs, device: few)
+    assert_accurate(_call("coefficients", "deepseek_v4", 2 * SLICE + 24))
+
+
+@with_small_sums
+@pytest.mark.parametrize("few", FORMS.values(), ids=list(FORMS))
+def test_slots(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot for each slice of channels, or for each sum."""
+    monkeypatch.setattr(_write_project, "leaves_idle", lambda programs, device: few)
+    call = _call("project", "paper", 2 * SLICE)
+    x, phi = call.tensors["x"], call.tensors["phi"]
+    projection = _write_project.project_partials(x, phi, None)
+    sums = 2 * SLICE // SUM
+    assert projection.z.shape[0] == (sums if few else 2)
+    assert projection.together == (sums // 2 if few else 1)
+    assert projection.many is few
+    assert _write_project.project_partials(x, phi, None, many=False).z.shape[0] == 2
+
+
+@with_small_sums
+def test_one_sum_has_one_form() -> None:
+    call = _call("project", "paper", SUM)
+    projection = _write_project.project_partials(call.tensors["x"], call.tensors["phi"], None)
+    assert projection.many is None
+    assert projection.z.shape[0] == 1
+
+
+@pytest.mark.parametrize("channels", [1, 37, 2559, 2560, 5119, 5120, 7168, 12288, 16384, 100_000])
+def test_a_slice_is_no_longer_than_its_pairs(channels: int) -> None:
+    width = slice_width(channels)
+    assert width % _launch.SUM_WIDTH == 0
+    assert width <= ((1 << LEVELS.value) - 1) * CHAIN.value * _launch.SUM_WIDTH
+
+
+def test_both_forms_are_compiled_together() -> None:
+    many = {"MANY": True, "EARLY": True, "launch_pdl": True, "BLOCK_T": 1}
+    few = {"MANY": False, "EARLY": True, "BLOCK_T": 1}
+    assert _launcher.forms(_read.read_kernel, many) == [many, few]
+    assert _launcher.forms(_read.read_kernel, few) == [few, many]
+    without = {"MANY": False, "EARLY": False}
+    assert _launcher.forms(_read.read_kernel, without) == [without, {"MANY": True, "EARLY": False}]
+    assert _launcher.forms(_read.read_kernel, {"MANY": None, "EARLY": False}) == [{"MANY": None, "EARLY": False}]
+    assert _launcher.forms(_write_project.write_project_kernel, {"N": 4}) == [{"N": 4}]
