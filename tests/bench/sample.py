@@ -62,3 +62,28 @@ def lines() -> list[dict[str, Any]]:
         {"kind": "refused", "measurement": "junction, 7 x 7", "reason": "WrongResult: output 0"},
     ]
     return [FACTS | line for line in measured]
+
+
+def recipes(case: dict[str, Any] = SMALL) -> list[dict[str, Any]]:
+    """As of another run: the Sinkhorn recipe, and one that takes 3/4 of its time for half of its bytes."""
+    measured = [{"kind": "ceiling"}]
+    for name, part in (("deepseek_v4", 1.0), ("deepseek_v41", 0.75)):
+        for direction, time in (("forward", 80.0), ("backward", 160.0), ("both", 240.0)):
+            line = {"kind": "recipe", **case, "recipe": name, "direction": direction, **timed(part * time, 40.0)}
+            measured.append(line | {"of_sinkhorn": part, "launches": 6})
+    return [FACTS | line for line in measured]
+
+
+def decode() -> list[dict[str, Any]]:
+    """As of another run: 1 and 2 tokens; the reference compiled for 1 alone."""
+    measured: list[dict[str, Any]] = [{"kind": "ceiling"}]
+    how = {"kind": "decode", "recipe": "deepseek_v41", "links": 20, "inputs": "a chain", "graph": True}
+    for tokens in (1, 2):
+        here = how | SMALL | {"tokens": tokens}
+        own = {"microseconds": 8.0 + tokens, "launches": 2, "same_bits_in": 4096}
+        target = {"target_microseconds": 12.0} if tokens == 1 else {}
+        measured.append(here | {"implementation": "mhckit"} | own | target)
+        measured.append(here | {"implementation": "reference", "microseconds": 250.0 + tokens, "launches": 99})
+        measured.append(here | {"implementation": "on the host", "microseconds": 900.0, "launches": 99, "graph": False})
+    measured.append(how | SMALL | {"tokens": 1, "implementation": "compiled", "microseconds": 44.0, "launches": 7})
+    return [FACTS | line for line in measured]

@@ -50,6 +50,18 @@ def test_right_results_pass() -> None:
     check(eager_junction, call, TOLERANCE_OF_OTHERS)
 
 
+def test_without_gradients_outputs_alone_are_looked_at() -> None:
+    call = Case(5, 32).call("junction", device="cpu")
+
+    def detached(call: Call) -> tuple[Tensor, ...]:
+        assert not torch.is_grad_enabled()
+        return tuple(output.detach() for output in eager_junction(call))
+
+    check(detached, call, TOLERANCE_OF_OTHERS, gradients=False)
+    with pytest.raises(WrongResult, match="output 3"):
+        check(lambda call: (*detached(call)[:3], call.tensors["mix_res"]), call, TOLERANCE_OF_OTHERS, gradients=False)
+
+
 @pytest.mark.parametrize("wrong", ["output", "gradient"])
 def test_wrong_results_are_refused(wrong: str) -> None:
     def almost(call: Call) -> tuple[Tensor, ...]:

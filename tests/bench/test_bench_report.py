@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from sample import FACTS, lines
+from sample import FACTS, decode, lines
+from sample import recipes as sample_recipes
 from typer.testing import CliRunner
 
 from mhckit.bench.report import make_report
@@ -31,6 +32,18 @@ def test_the_commit_measured_last_counts() -> None:
     old = [{**line, "commit": "old"} | ({"tokens": 777} if "tokens" in line else {}) for line in lines()]
     assert "777 x 3" in make_report(old).html()
     assert make_report([*old, *lines()]).html() == make_report(lines()).html()
+
+
+def test_recipes_and_inference() -> None:
+    html = make_report([*sample_recipes(), *decode()]).html()
+    assert "Recipes</h2>" in html and "Inference</h2>" in html
+    assert "2 x 3, microseconds, forward and backward" in html and "deepseek_v4: 240 us; deepseek_v41: 180 us" in html
+    assert "<td>66.7%</td><td>6</td><td>75.0%</td>" in html
+    assert "deepseek_v41, C 3: microseconds of a junction" in html
+    assert "mhckit, 1: 9 us; reference, 1: 251 us" in html and "as one of 20 in a CUDA graph" in html
+    assert f"<dd>{FACTS['recipe']}</dd>" in html, "that of the run, not of its last line"
+    alone = make_report(lines()).html()
+    assert "Recipes</h2>" not in alone and "Inference</h2>" not in alone
 
 
 def test_a_refused_measurement_is_shown() -> None:

@@ -68,6 +68,37 @@ def test_results_from_before_there_was_a_warmup(tmp_path: Path) -> None:
     assert "all other operators, 12 s.\n" in with_results(README, results)
 
 
+def test_without_other_recipes_and_inference_nothing_is_said_of_them(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    append_lines(results, sample.lines())
+    written = with_results(README, results)
+    assert "Other recipes" not in written and "Inference" not in written and "\n\n\n" not in written
+
+
+def test_other_recipes_and_inference_are_of_the_commits_that_measured_them(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    append_lines(results, sample.lines())
+    sublayer = with_results(README, results)
+    append_lines(results, [line | {"commit": "later"} for line in sample.recipes()])
+    append_lines(results, [line | {"commit": "latest"} for line in sample.decode()])
+    written = with_results(README, results)
+    assert set(sublayer.splitlines()) <= set(written.splitlines()), "the sublayer's stay"
+    assert "each beside its own bytes (commit later):" in written
+    assert "| 2 x 3 | `deepseek_v4` | 80 (50%) | 160 (25%) | 240 (17%) | 6 | 1.00 |" in written
+    assert "| 2 x 3 | `deepseek_v41` | 60 (67%) | 120 (33%) | 180 (22%) | 6 | 0.75 |" in written
+    assert "one of 20 in a CUDA graph" in written and "among 4096 (commit latest):" in written
+    assert "| recipe | C | by | 1 | 2 |" in written
+    assert "| `deepseek_v41` | 3 | mhckit | 9.0 | 10.0 |" in written
+    assert "| `deepseek_v41` | 3 | compiled | 44.0 |  |" in written and "on the host" not in written
+
+
+def test_the_recipe_is_that_of_the_run(tmp_path: Path) -> None:
+    """Not that of its last line."""
+    results = tmp_path / "results.jsonl"
+    append_lines(results, [*sample.lines(), *sample.recipes()])
+    assert "recipe `deepseek_v4`, 4 streams" in with_results(README, results)
+
+
 def test_one_block_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"one block between .* found 0"):
         with_results("no block", tmp_path / "none.jsonl")

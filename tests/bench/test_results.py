@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sample
@@ -53,6 +54,18 @@ def test_newest_is_the_commit_measured_last_and_its_later_run() -> None:
     assert len(of_kind(kept, "kernel")) == 2
 
 
+def test_newest_of_a_kind_is_the_commit_that_measured_it_last() -> None:
+    later = [line | {"commit": "later"} for line in sample.recipes()]
+    measured = [*sample.lines(), *later]
+    assert (
+        {line["commit"] for line in newest(measured)}
+        == {"later"}
+        == {line["commit"] for line in newest(measured, "recipe")}
+    )
+    assert newest(measured, "junction") == newest(sample.lines())
+    assert newest(measured, "decode") == newest(measured), "there are none"
+
+
 def test_absent_is_no_measurement() -> None:
     assert [line["baseline"] for line in of_kind(sample.lines(), "baseline")] == ["eager"]
 
@@ -75,12 +88,35 @@ def test_tables_show_everything_that_was_measured() -> None:
     assert "refused: junction, 7 x 7: WrongResult: output 0" in text
 
 
+def test_tables_of_recipes_and_of_inference() -> None:
+    rows = [re.split("  +", line.strip()) for line in _printed([*sample.recipes(), *sample.decode()]).splitlines()]
+    assert ["2 x 3", "deepseek_v41", "forward", "60.0", "0.0", "40.0", "66.7%", "6", "75.0%"] in rows
+    names = ["mhckit", "reference", "on the host", "compiled"]
+    assert ["recipe", "tokens x C", "target us", *names] in rows
+    assert ["deepseek_v41", "1 x 3", "12.0", "9.0 (2)", "251.0 (99)", "900.0 (99)", "44.0 (7)"] in rows
+    assert ["deepseek_v41", "2 x 3", "10.0 (2)", "252.0 (99)", "900.0 (99)"] in rows
+
+
 def test_tables_without_lines_are_left_out() -> None:
     assert "Others" not in _printed(sample.lines()[:2])
+    assert "Recipes" not in _printed(sample.lines()) and "Inference" not in _printed(sample.lines())
 
 
 def test_pictures(tmp_path: Path) -> None:
     plots = pytest.importorskip("mhckit.bench.plots", reason="needs matplotlib, which `make` installs")
     written = plots.write_plots(sample.lines(), tmp_path / "plots")
     assert [path.name for path in written] == ["kernels.png", "ceiling.png", "speedup.png"]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    more = plots.write_plots([*sample.lines(), *sample.recipes(), *sample.decode()], tmp_path / "plots")
+    assert [path.name for path in more[3:]] == ["recipes.png", "inference.png"] and more[:3] == written
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in more)
+
+
+def test_bars_of_recipes_and_of_inference() -> None:
+    plots = pytest.importorskip("mhckit.bench.plots", reason="needs matplotlib, which `make` installs")
+    recipes, decode = plots._recipes(sample.recipes()), plots._decode(sample.decode())
+    assert _bars(recipes) == {"deepseek_v4": [1.0], "deepseek_v41": [0.75]}
+    assert _bars(decode) == {"deepseek_v41, C 3": [9.0, 10.0]}
+
+
+def _bars(figure: Any) -> dict[str, list[float]]:
+    return {bars.get_label(): [bar.get_height() for bar in bars] for bars in figure.axes[0].containers}

@@ -1,13 +1,14 @@
-"""What is measured, as data: one line per shape."""
+"""What is measured, as data: one line per shape, or recipe."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from mhckit import Recipe
+from mhckit.recipe import ResidualMap, as_recipe
 from mhckit.testing import Call, make_call
 
 DTYPE = torch.bfloat16
@@ -28,12 +29,17 @@ class Case:
     compiled: bool = False
 
     def call(
-        self, operator: str, *, recipe: str = RECIPE, tokens: int | None = None, device: torch.device | str = "cuda"
+        self,
+        operator: str,
+        *,
+        recipe: Recipe | str = RECIPE,
+        tokens: int | None = None,
+        device: torch.device | str = "cuda",
     ) -> Call:
         """A call of the operator on this shape, with ``tokens`` tokens instead of its own if given."""
         call = make_call(
             operator,
-            Recipe.preset(recipe, streams=self.streams),
+            as_recipe(recipe).replace(streams=self.streams),
             lead=(self.tokens if tokens is None else tokens,),
             channels=self.channels,
             dtype=DTYPE,
@@ -73,3 +79,26 @@ QUICK_CASES = CASES[:1]
 HOST_CASE = Case(128, 4096)
 COLD_CASE = HOST_CASE
 TOKEN_COUNTS = (1, 7, 128, 4097, 65536)
+
+RECIPE_CASES = (Case(8192, 4096), Case(16384, 2560))
+
+DECODE_RECIPES = ("deepseek_v4", "deepseek_v41")
+# Microseconds that a junction of so many tokens should take at most.
+DECODE_TARGETS = {1: 12.0, 64: 20.0}
+DECODE_CASES = tuple(
+    Case(tokens, channels, compiled=tokens in DECODE_TARGETS)
+    for channels in (4096, 7168)
+    for tokens in (1, 2, 8, 32, 64, 128)
+)
+QUICK_DECODE_CASES = (Case(1, 4096), Case(64, 4096))
+# A token must get the same bits alone as among so many.
+DECODE_BATCH = 4096
+
+
+def compared_recipes() -> dict[str, Recipe]:
+    """Recipes to time side by side, by name; the first is the one that the others are compared with."""
+    recipes = {name: Recipe.preset(name) for name in (RECIPE, "deepseek_v41", "mhc_lite", "hy_v4")}
+    recipes["static"] = Recipe.preset(RECIPE, dynamic=False)
+    if "projection" in get_args(ResidualMap):
+        recipes["projection"] = Recipe.preset(RECIPE, residual="projection")
+    return recipes

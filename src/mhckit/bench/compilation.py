@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import replace
 from itertools import repeat
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
 
 import mhckit
 from mhckit import Recipe
+from mhckit.recipe import as_recipe
 
 from .cases import DTYPE, OPERATORS, RECIPE, TOKEN_COUNTS, Case
 from .launches import recorded_launches
@@ -71,16 +72,31 @@ def measure_recompilation(case: Case) -> list[dict[str, Any]]:
     return lines
 
 
-def compile_in_parallel(calls: Iterable[tuple[str, Case]]) -> None:
-    """Fill Triton's cache for these operators and cases; what fails to compile will fail again where it is measured."""
-    small = [(operator, replace(case, tokens=TOKENS_TO_COMPILE)) for operator, case in calls]
-    with _processes(max(1, min(len(small), COMPILING_PROCESSES))) as processes:
-        wait([processes.submit(first_call_seconds, *call) for call in small])
+class Preparation(NamedTuple):
+    """Something that another process does for what it leaves in the caches of compilers."""
+
+    function: Callable[..., object]
+    arguments: tuple[Any, ...]
 
 
-def first_call_seconds(operator: str, case: Case) -> float:
+def preparation(operator: str, case: Case, recipe: Recipe | str = RECIPE) -> Preparation:
+    """Of a call, forward and backward; equal for calls that compile the same kernels."""
+    small = replace(case, tokens=TOKENS_TO_COMPILE, compiled=False)
+    return Preparation(first_call_seconds, (operator, small, as_recipe(recipe)))
+
+
+def compile_in_parallel(preparations: Iterable[Preparation]) -> None:
+    """Each of them once; what fails to compile will fail again where it is measured."""
+    # Named: Inductor gives a process that has not named its cache one of Inductor's own, where nothing would be found.
+    _use_cache(knobs.cache.dir)
+    different = list(dict.fromkeys(preparations))
+    with _processes(max(1, min(len(different), COMPILING_PROCESSES))) as processes:
+        wait([processes.submit(function, *arguments) for function, arguments in different])
+
+
+def first_call_seconds(operator: str, case: Case, recipe: Recipe | str = RECIPE) -> float:
     """From calling an operator to the end of its backward on the device, once its inputs are there."""
-    call = case.call(operator)
+    call = case.call(operator, recipe=recipe)
     torch.cuda.synchronize()
     start = time.perf_counter()
     Step(mhckit_outputs, call).both()

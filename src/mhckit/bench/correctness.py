@@ -39,9 +39,15 @@ class Comparison(NamedTuple):
         return 2 * self.error_of_torch + self.tolerance
 
 
-def check(implementation: Implementation, call: Call, tolerance: dict[torch.dtype, float] = TOLERANCE) -> None:
-    """Raise WrongResult, naming the first output or gradient that is too far from float64."""
-    for each in compare(implementation, call, tolerance):
+def check(
+    implementation: Implementation,
+    call: Call,
+    tolerance: dict[torch.dtype, float] = TOLERANCE,
+    *,
+    gradients: bool = True,
+) -> None:
+    """Raise WrongResult, naming the first output or, unless it is for inference, gradient too far from float64."""
+    for each in compare(implementation, call, tolerance, gradients=gradients):
         if not each.error <= each.allowed:
             raise WrongResult(
                 f"{each.name}: relative error {each.error:.2g} against float64, {each.allowed:.2g} allowed"
@@ -53,10 +59,12 @@ def compare(
     call: Call,
     tolerance: dict[torch.dtype, float] = TOLERANCE,
     reference: Implementation = mhckit_outputs,
+    *,
+    gradients: bool = True,
 ) -> list[Comparison]:
     """Every output and gradient beside ``reference``, which returns the same outputs, in float64."""
-    exact = _reference(reference, call.to(lambda tensor: tensor.double()))
-    rounded = _reference(reference, call)
+    exact = _reference(reference, call.to(lambda tensor: tensor.double()), gradients)
+    rounded = _reference(reference, call, gradients)
     return [
         Comparison(
             name,
@@ -64,19 +72,24 @@ def compare(
             relative_error(rounded[name], exact[name]),
             tolerance[rounded[name].dtype],
         )
-        for name, value in _results(implementation, call).items()
+        for name, value in _results(implementation, call, gradients).items()
     ]
 
 
-def _reference(implementation: Implementation, call: Call) -> dict[str, Tensor]:
+def _reference(implementation: Implementation, call: Call, gradients: bool) -> dict[str, Tensor]:
     with mhckit.backend("reference"):
-        return _results(implementation, call)
+        return _results(implementation, call, gradients)
 
 
-def _results(implementation: Implementation, call: Call) -> dict[str, Tensor]:
+def _results(implementation: Implementation, call: Call, gradients: bool) -> dict[str, Tensor]:
+    if not gradients:
+        with torch.no_grad():
+            return _named(implementation(call))
     step = Step(implementation, call)
     outputs = step.forward()
-    gradients = zip(step.call.tensors, step.backward(outputs), strict=True)
-    return {f"output {index}": output.detach() for index, output in enumerate(outputs)} | {
-        f"gradient of {name}": gradient for name, gradient in gradients if gradient is not None
-    }
+    pairs = zip(step.call.tensors, step.backward(outputs), strict=True)
+    return _named(outputs) | {f"gradient of {name}": gradient for name, gradient in pairs if gradient is not None}
+
+
+def _named(outputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return {f"output {index}": output.detach() for index, output in enumerate(outputs)}

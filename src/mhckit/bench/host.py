@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import mhckit
-from mhckit import Mix
 from mhckit.testing import Call
 
 from .cases import Case
+from .chain import Chain
 from .step import Step, mhckit_outputs
 from .timing import host_microseconds
 
@@ -39,19 +38,15 @@ def _single(call: Call) -> dict[str, Callable[[], object]]:
 
 
 def _chain(call: Call) -> dict[str, Callable[[], object]]:
-    """Junctions that each take what the one before returned, with parameters of their own."""
-    leaves = call.requires_grad().tensors
-    parameters = [
-        [leaves[name].detach().clone().requires_grad_() for name in ("phi", "scale", "bias")] for _ in range(LINKS)
-    ]
-    streams = [leaves[name] for name in ("x", "f", "mix_post", "mix_res")]
-    inputs = [*streams, *(parameter for each in parameters for parameter in each)]
+    """A backward reaches all parameters, and what the first link was given, except its pre."""
+    leaves = call.requires_grad()
+    chain = Chain(leaves, LINKS)
+    streams = [leaves.tensors[name] for name in ("x", "f", "mix_post", "mix_res")]
+    inputs = [*streams, *(parameter for each in chain.parameters for parameter in each)]
 
     def forward() -> tuple[Tensor, Tensor]:
-        x, f, mix = leaves["x"], leaves["f"], Mix(leaves["mix_pre"], leaves["mix_post"], leaves["mix_res"])
-        for phi, scale, bias in parameters:
-            x, f, mix = mhckit.junction(x, f, mix, phi, scale, bias, recipe=call.recipe)
-        return x, f
+        streams, f, _mix = chain.run()
+        return streams, f
 
     def backward() -> None:
         torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)

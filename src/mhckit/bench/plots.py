@@ -14,10 +14,16 @@ _GROUP_WIDTH = 0.8
 
 
 def write_plots(lines: list[Line], folder: Path) -> list[Path]:
-    """kernels.png, ceiling.png and speedup.png for the commit measured last; the files written."""
-    lines = newest(lines)
+    """kernels.png, ceiling.png and speedup.png for the commit at which the sublayer was measured last, recipes.png and
+    inference.png for those at which they were, if they were; the files written.
+    """
+    last, recipes, decode = (newest(lines, kind) for kind in ("junction", "recipe", "decode"))
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {"kernels.png": _kernels(lines), "ceiling.png": _ceiling(lines), "speedup.png": _speedup(lines)}
+    pictures = {"kernels.png": _kernels(last), "ceiling.png": _ceiling(last), "speedup.png": _speedup(last)}
+    if of_kind(recipes, "recipe"):
+        pictures["recipes.png"] = _recipes(recipes)
+    if of_kind(decode, "decode"):
+        pictures["inference.png"] = _decode(decode)
     for name, figure in pictures.items():
         figure.savefig(folder / name, dpi=150)
     return [folder / name for name in pictures]
@@ -59,6 +65,29 @@ def _speedup(lines: list[Line]) -> Figure:
             bars.setdefault(line["baseline"], {})[case_label(case)] = faster
     figure, axes = _figure(lines[-1], "times as long as mhckit, forward and backward")
     axes.axhline(1, color="black", linewidth=0.8)
+    _grouped_bars(axes, bars)
+    return figure
+
+
+def _recipes(lines: list[Line]) -> Figure:
+    """Bars per case: time of forward and backward with each recipe, over the Sinkhorn recipe's."""
+    bars: dict[str, dict[str, float]] = {}
+    for line in of_kind(lines, "recipe", direction="both"):
+        bars.setdefault(line["recipe"], {})[case_label(case_of(line))] = line["of_sinkhorn"]
+    figure, axes = _figure(lines[-1], "times as long as the Sinkhorn recipe, forward and backward")
+    axes.axhline(1, color="black", linewidth=0.8)
+    _grouped_bars(axes, bars)
+    return figure
+
+
+def _decode(lines: list[Line]) -> Figure:
+    """Bars per number of tokens: a junction of mhckit without gradients, for each recipe and number of channels."""
+    bars: dict[str, dict[str, float]] = {}
+    for line in of_kind(lines, "decode", implementation="mhckit"):
+        name = f"{line['recipe']}, C {line['channels']}"
+        bars.setdefault(name, {})[str(line["tokens"])] = line["microseconds"]
+    figure, axes = _figure(lines[-1], "us of a junction in a CUDA graph, without gradients")
+    axes.set_xlabel("tokens")
     _grouped_bars(axes, bars)
     return figure
 

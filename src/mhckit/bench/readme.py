@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from .budgets import DIRECTIONS
+from .cases import RECIPE
 from .results import Line, by_case, case_label, case_of, newest, of_kind, read_lines
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -16,13 +17,13 @@ NOTHING = "No results committed yet."
 
 def with_results(readme: str, results: Path) -> str:
     """The README with its block of results as the file of results has them."""
-    block = results_block(newest(read_lines(results))) if results.exists() else NOTHING
+    block = results_block(read_lines(results)) if results.exists() else NOTHING
     return _with_block(readme, BEGIN, END, block)
 
 
 def with_trace(page: str, results: Path) -> str:
     """A page with its block as the profiler's trace of one step has it."""
-    block = trace_block(newest(read_lines(results))) if results.exists() else NOTHING
+    block = trace_block(newest(read_lines(results), "trace")) if results.exists() else NOTHING
     return _with_block(page, TRACE_BEGIN, TRACE_END, block)
 
 
@@ -41,7 +42,9 @@ def _with_block(text: str, begin: str, end: str, block: str) -> str:
 
 
 def results_block(lines: list[Line]) -> str:
-    parts = (_setting(lines), _sublayer(lines), _kernels(lines), _host(lines))
+    """Of the commit at which the sublayer was measured last; other recipes and inference each of their own."""
+    last = newest(lines, "junction")
+    parts = (_setting(last), _sublayer(last), _kernels(last), _recipes(lines), _decode(lines), _host(last))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -111,7 +114,7 @@ def _costs(lines: list[Line]) -> str:
 
 
 def _setting(lines: list[Line]) -> str:
-    line = lines[-1]
+    line = lines[0]  # those that follow may be of another recipe
     ceilings = sorted({line["copy_terabytes_per_second"] for line in lines})
     return (
         f"Measured on one {line['device']} with torch {line['torch']}, Triton {line['triton']} and Python "
@@ -146,6 +149,46 @@ def _kernels(lines: list[Line]) -> str:
     of_case = [line for line in measured if case_of(line) == case]
     rows = [[line["kernel"], _time_and_part(line), f"{line['floor_microseconds']:.0f}"] for line in of_case]
     return _markdown([f"kernel, {case_label(case)}", "us", "its bytes at the ceiling, us"], rows)
+
+
+def _recipes(lines: list[Line]) -> str:
+    """A row per shape and recipe: time and part of the ceiling in each direction, beside the first recipe's."""
+    measured = of_kind(newest(lines, "recipe"), "recipe")
+    rows = []
+    for place in dict.fromkeys((case_of(line), line["recipe"]) for line in measured):
+        of_place = {line["direction"]: line for line in measured if (case_of(line), line["recipe"]) == place}
+        both = of_place["both"]
+        times = [_time_and_part(of_place[direction]) for direction in DIRECTIONS]
+        rows.append(
+            [case_label(place[0]), f"`{place[1]}`", *times, str(both["launches"]), f"{both['of_sinkhorn']:.2f}"]
+        )
+    if not rows:
+        return ""
+    columns = ["tokens x C", "recipe", "forward, us", "backward, us", "both, us", "launches", f"of `{RECIPE}`'s time"]
+    heading = f"Other recipes, in turns in one run, each beside its own bytes (commit {measured[0]['commit']}):"
+    return f"{heading}\n\n{_markdown(columns, rows)}"
+
+
+def _decode(lines: list[Line]) -> str:
+    """A row per recipe, number of channels and implementation in a graph; a column per number of tokens."""
+    measured = of_kind(newest(lines, "decode"), "decode", graph=True)
+    own = of_kind(measured, "decode", implementation="mhckit")
+    if not own:
+        return ""
+    counts = sorted({line["tokens"] for line in measured})
+    times: dict[tuple[str, int, str], dict[int, str]] = {}
+    for line in measured:
+        row = times.setdefault((line["recipe"], line["channels"], line["implementation"]), {})
+        row[line["tokens"]] = f"{line['microseconds']:.1f}"
+    rows = [
+        [f"`{recipe}`", str(channels), name, *(row.get(tokens, "") for tokens in counts)]
+        for (recipe, channels, name), row in times.items()
+    ]
+    heading = (
+        "Inference: us of a junction of so many tokens, one of {links} in a CUDA graph. The reference is plain torch. "
+        "A token gets the bits that it gets among {same_bits_in} (commit {commit}):"
+    ).format(**own[0])
+    return f"{heading}\n\n{_markdown(['recipe', 'C', 'by', *map(str, counts)], rows)}"
 
 
 def _host(lines: list[Line]) -> str:

@@ -5,12 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mhckit.report import Choice, Columns, Details, Figure, Finding, Findings, Page, Part, Section, Table, bar_chart
+from mhckit.report import (
+    Choice,
+    Columns,
+    Details,
+    Figure,
+    Finding,
+    Findings,
+    Page,
+    Part,
+    Section,
+    Series,
+    Table,
+    bar_chart,
+    line_chart,
+)
 
 from .results import Line, by_case, case_label, case_of, newest, of_kind
 
 # Lines of these kinds fill the page; a file without any of them is none of `mhckit bench`.
-_KINDS = {"junction", "kernel", "baseline", "memory", "host", "cold_start", "training", "model", "refused"}
+_KINDS = {
+    "junction", "kernel", "recipe", "decode", "baseline", "memory", "host", "cold_start",
+    "training", "model", "refused",
+}  # fmt: skip
 _DIRECTIONS = ("forward", "backward", "both")
 
 
@@ -27,7 +44,7 @@ def make_report(lines: Sequence[Line]) -> Page:
         )
     last = newest(measured)
     sections = [section for make in _SECTIONS if (section := make(last)) is not None]
-    facts = last[-1]
+    facts = last[0]  # those that follow may be of another recipe
     return Page(
         f"mHC on {facts.get('device', 'an unknown GPU')}",
         sections,
@@ -129,6 +146,53 @@ def _speedup(lines: list[Line]) -> Section | None:
     )
 
 
+def _recipes(lines: list[Line]) -> Section | None:
+    """A figure for each shape: forward and backward with each recipe."""
+    measured = of_kind(lines, "recipe")
+    if not measured:
+        return None
+    figures = []
+    for case in dict.fromkeys(case_of(line) for line in measured):
+        of_case = [line for line in measured if case_of(line) == case and line["direction"] == "both"]
+        bars = [(line["recipe"], line["microseconds"]) for line in of_case]
+        figures.append(_bars(bars, f"{case_label(case)}, microseconds, forward and backward", " us", None, 4))
+    rows = [
+        [case_label(case_of(line)), line["recipe"], line["direction"], *_times(line), line["launches"],
+         f"{line['of_sinkhorn']:.1%}"]
+        for line in measured
+    ]  # fmt: skip
+    columns = ["tokens x C", "recipe", "direction", "us", "MB", "floor, us", "of the ceiling", "launches"]
+    table = Table([*columns, "of the Sinkhorn recipe's time"], rows)
+    lead = "The sublayer with other recipes, which took turns with the first; each beside the bytes that it needs."
+    return Section("Recipes", [Columns(figures), Details("All numbers", table)], lead)
+
+
+def _decode(lines: list[Line]) -> Section | None:
+    """A figure for each recipe and number of channels: time over the number of tokens."""
+    measured = of_kind(lines, "decode")
+    if not measured:
+        return None
+    figures: list[Part] = []
+    for recipe, channels in dict.fromkeys((line["recipe"], line["channels"]) for line in measured):
+        here = [line for line in measured if (line["recipe"], line["channels"]) == (recipe, channels)]
+        series = []
+        for color, name in enumerate(dict.fromkeys(line["implementation"] for line in here)):
+            by_name = [line for line in here if line["implementation"] == name]
+            tokens, times = ([line[key] for line in by_name] for key in ("tokens", "microseconds"))
+            series.append(Series(name, tokens, times, color))
+        alt = "; ".join(f"{line['implementation']}, {line['tokens']}: {line['microseconds']:.3g} us" for line in here)
+        drawing = line_chart(series, x_label="tokens", y_label="us", log=True)
+        figures.append(Figure(drawing, f"{recipe}, C {channels}: microseconds of a junction", alt))
+    rows = [
+        [line["recipe"], case_label(case_of(line)), line["implementation"], f"{line['microseconds']:.1f}",
+         line.get("target_microseconds", ""), line["launches"]]
+        for line in measured
+    ]  # fmt: skip
+    table = Table(["recipe", "tokens x C", "implementation", "us", "target, us", "launches"], rows)
+    lead = "Without gradients, as one of {links} in a CUDA graph unless it says otherwise. Inputs: {inputs}."
+    return Section("Inference", [Columns(figures), Details("All numbers", table)], lead.format(**measured[0]))
+
+
 def _memory(lines: list[Line]) -> Section | None:
     rows = [
         [case_label(case_of(line)), *(f"{line[name] / 1e6:.1f}" for name in _BYTES), f"{line['workspace_of_x']:.2%}"]
@@ -193,4 +257,4 @@ def _remarks(lines: list[Line]) -> Section | None:
     return Section("Remarks", [Findings(found)]) if found else None
 
 
-_SECTIONS = (_remarks, _sublayer, _kernels, _speedup, _training, _model, _memory, _host)
+_SECTIONS = (_remarks, _sublayer, _kernels, _recipes, _decode, _speedup, _training, _model, _memory, _host)

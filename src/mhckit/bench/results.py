@@ -33,15 +33,22 @@ def append_lines(path: Path, lines: Iterable[Line]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def newest(lines: list[Line]) -> list[Line]:
-    """Those of the commit that was measured last; what it measured twice, from the later run.
+def refusal(measurement: str, error: Exception) -> Line:
+    """What is written in place of a measurement."""
+    return {"kind": "refused", "measurement": measurement, "reason": f"{type(error).__name__}: {error}"}
+
+
+def newest(lines: list[Line], kind: str | None = None) -> list[Line]:
+    """Those of the commit that was measured last, or where there are lines of that kind, at which those were measured
+    last; what it measured twice, from the later run.
 
     A run begins with its ceiling.
     """
+    commit = ([line for line in lines if line["kind"] == kind] or lines)[-1]["commit"]
     latest: dict[str, list[Line]] = {}
     run: dict[str, list[Line]] = {}
     for line in lines:
-        if line["commit"] == lines[-1]["commit"]:
+        if line["commit"] == commit:
             if line["kind"] == "ceiling":
                 run = {}
             latest[line["kind"]] = run.setdefault(line["kind"], [])
@@ -73,3 +80,11 @@ def case_label(case: tuple[Any, ...]) -> str:
 def by_case(lines: Iterable[Line]) -> dict[tuple[Any, ...], Line]:
     """A line per case, in the order of first appearance; measured again, the last one counts."""
     return {case_of(line): line for line in lines}
+
+
+def by_recipe_and_case(lines: Iterable[Line]) -> dict[tuple[str, tuple[Any, ...]], dict[str, Line]]:
+    """Lines of implementations that were timed on the same recipe and case, by implementation."""
+    found: dict[tuple[str, tuple[Any, ...]], dict[str, Line]] = {}
+    for line in lines:
+        found.setdefault((line["recipe"], case_of(line)), {})[line["implementation"]] = line
+    return found

@@ -10,13 +10,29 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import Progress
 
-from .cases import CASES, COLD_CASE, DTYPE, HOST_CASE, OPERATORS, QUICK_CASES, RECIPE, Case
+from .cases import (
+    CASES,
+    COLD_CASE,
+    DECODE_CASES,
+    DECODE_RECIPES,
+    DTYPE,
+    HOST_CASE,
+    OPERATORS,
+    QUICK_CASES,
+    QUICK_DECODE_CASES,
+    RECIPE,
+    RECIPE_CASES,
+    Case,
+    compared_recipes,
+)
 from .comparison import baselines_of, measure_baseline
-from .compilation import compile_in_parallel, measure_cold_start, measure_recompilation
+from .compilation import Preparation, compile_in_parallel, measure_cold_start, measure_recompilation, preparation
+from .decode import compile_kernels, compile_reference, measure_decode
 from .host import measure_host
 from .junction import measure_junction
 from .kernels import measure_kernels
-from .results import Line, append_lines
+from .recipes import measure_recipes
+from .results import Line, append_lines, refusal
 from .sections import Section, chosen_sections
 from .tables import tables
 from .timing import copy_ceiling, environment
@@ -26,19 +42,25 @@ QUICK_MILLISECONDS = 20
 
 
 class Plan(NamedTuple):
-    """What measurements depend on: the shapes, milliseconds of repetition, and the ceiling in bytes per second."""
+    """What measurements depend on: the ceiling in bytes per second, milliseconds of repetition, and the shapes."""
 
-    cases: tuple[Case, ...]
-    rep: int
     ceiling: float
+    rep: int = MILLISECONDS
+    cases: tuple[Case, ...] = CASES
+    recipe_cases: tuple[Case, ...] = RECIPE_CASES
+    decode_cases: tuple[Case, ...] = DECODE_CASES
+
+    @classmethod
+    def quick(cls, ceiling: float) -> Plan:
+        return cls(ceiling, QUICK_MILLISECONDS, QUICK_CASES, RECIPE_CASES[:1], QUICK_DECODE_CASES)
 
 
 class Measurement(NamedTuple):
-    """Something to measure, and the calls it needs compiled."""
+    """Something to measure, and what is to be compiled before."""
 
     label: str
     measure: Callable[[], list[dict[str, Any]]]
-    compiles: tuple[tuple[str, Case], ...] = ()
+    compiles: tuple[Preparation, ...] = ()
 
 
 def run_benchmark(
@@ -46,7 +68,7 @@ def run_benchmark(
 ) -> list[Line]:
     """Measure, append to ``output`` and print; a measurement that fails leaves a line of kind "refused"."""
     ceiling = copy_ceiling()
-    plan = Plan(QUICK_CASES, QUICK_MILLISECONDS, ceiling) if quick else Plan(CASES, MILLISECONDS, ceiling)
+    plan = Plan.quick(ceiling) if quick else Plan(ceiling)
     measurements = [each for section in chosen_sections(only, quick) for each in MEASUREMENTS[section](plan)]
     facts: Line = environment(commit) | {
         "recipe": RECIPE,
@@ -64,7 +86,7 @@ def run_benchmark(
     keep([{"kind": "ceiling"}])
     with Progress(console=console) as progress:
         task = progress.add_task("compiling", total=len(measurements))
-        compile_in_parallel(dict.fromkeys(call for each in measurements for call in each.compiles))
+        compile_in_parallel(each for measurement in measurements for each in measurement.compiles)
         for measurement in measurements:
             progress.update(task, description=measurement.label)
             keep(_attempt(measurement))
@@ -79,21 +101,36 @@ def _attempt(measurement: Measurement) -> list[dict[str, Any]]:
     try:
         return measurement.measure()
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        return [{"kind": "refused", "measurement": measurement.label, "reason": reason}]
+        return [refusal(measurement.label, error)]
 
 
 def _kernels(plan: Plan) -> Iterator[Measurement]:
     for case in plan.cases:
         for operator in case.operators:
             measure = partial(measure_kernels, operator, case, plan.ceiling, plan.rep)
-            yield Measurement(f"kernels of {operator}, {case}", measure, ((operator, case),))
+            yield Measurement(f"kernels of {operator}, {case}", measure, (preparation(operator, case),))
 
 
 def _junction(plan: Plan) -> Iterator[Measurement]:
     for case in plan.cases:
         measure = partial(measure_junction, case, plan.ceiling, plan.rep)
-        yield Measurement(f"junction, {case}", measure, (("junction", case),))
+        yield Measurement(f"junction, {case}", measure, (preparation("junction", case),))
+
+
+def _recipes(plan: Plan) -> Iterator[Measurement]:
+    for case in plan.recipe_cases:
+        compiles = tuple(preparation("junction", case, recipe) for recipe in compared_recipes().values())
+        yield Measurement(f"recipes, {case}", partial(measure_recipes, case, plan.ceiling, plan.rep), compiles)
+
+
+def _decode(plan: Plan) -> Iterator[Measurement]:
+    for recipe in DECODE_RECIPES:
+        for case in plan.decode_cases:
+            compiles = [Preparation(compile_kernels, (recipe, case.channels))]
+            if case.compiled:
+                compiles.append(Preparation(compile_reference, (recipe, case)))
+            measure = partial(measure_decode, recipe, case, plan.rep)
+            yield Measurement(f"decode, {recipe}, {case}", measure, tuple(compiles))
 
 
 def _baselines(plan: Plan) -> Iterator[Measurement]:
@@ -105,18 +142,20 @@ def _baselines(plan: Plan) -> Iterator[Measurement]:
 def _host(_plan: Plan) -> Iterator[Measurement]:
     for operator in OPERATORS:
         measure = partial(measure_host, operator, HOST_CASE)
-        yield Measurement(f"host time of {operator}", measure, ((operator, HOST_CASE),))
+        yield Measurement(f"host time of {operator}", measure, (preparation(operator, HOST_CASE),))
 
 
 def _cold(plan: Plan) -> Iterator[Measurement]:
     case = plan.cases[0]
     yield Measurement("cold start", partial(measure_cold_start, COLD_CASE))
-    yield Measurement("recompilation", partial(measure_recompilation, case), (("junction", case),))
+    yield Measurement("recompilation", partial(measure_recompilation, case), (preparation("junction", case),))
 
 
 MEASUREMENTS: dict[Section, Callable[[Plan], Iterator[Measurement]]] = {
     Section.KERNELS: _kernels,
     Section.JUNCTION: _junction,
+    Section.RECIPES: _recipes,
+    Section.DECODE: _decode,
     Section.BASELINES: _baselines,
     Section.HOST: _host,
     Section.COLD: _cold,

@@ -8,6 +8,8 @@ from enum import Enum
 class Section(str, Enum):
     KERNELS = "kernels"
     JUNCTION = "junction"
+    RECIPES = "recipes"
+    DECODE = "decode"
     BASELINES = "baselines"
     HOST = "host"
     COLD = "cold"

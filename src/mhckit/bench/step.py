@@ -1,7 +1,7 @@
 """A differentiable call as training makes it: forward that keeps a graph, backward to every input, or both.
 
 Every implementation of a junction returns what a chain of them uses: y, x_in, post and res. pre has done its work in
-x_in and gets no gradient of its own.
+x_in and gets no gradient of its own, except in a shifted recipe, whose next read it serves.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mhckit import Recipe
 from mhckit.testing import Call
 
 Implementation = Callable[[Call], tuple[Tensor, ...]]
@@ -18,8 +19,12 @@ Implementation = Callable[[Call], tuple[Tensor, ...]]
 
 def mhckit_outputs(call: Call) -> tuple[Tensor, ...]:
     """mhckit's own implementation, of any operator."""
-    outputs = call()
-    return (*outputs[:2], *outputs[3:])
+    return used_outputs(call(), call.recipe)
+
+
+def used_outputs(outputs: tuple[Tensor, ...], recipe: Recipe) -> tuple[Tensor, ...]:
+    """Of all that a junction returns."""
+    return outputs if recipe.shifted else (*outputs[:2], *outputs[3:])
 
 
 class Step:

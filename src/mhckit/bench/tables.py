@@ -5,12 +5,14 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from .results import Line, case_label, case_of, of_kind
+from .cases import RECIPE
+from .results import Line, by_recipe_and_case, case_label, case_of, of_kind
 
 
 def tables(lines: list[Line]) -> list[Table | Text]:
     """Every table that these lines fill, and what was refused, absent or foreign."""
-    filled = [make(lines) for make in (_kernels, _junction, _baselines, _memory, _host, _compilation)]
+    makers = (_kernels, _junction, _recipes, _decode, _baselines, _memory, _host, _compilation)
+    filled = [make(lines) for make in makers]
     return [*(table for table in filled if table.row_count), *_remarks(lines)]
 
 
@@ -35,6 +37,31 @@ def _junction(lines: list[Line]) -> Table:
     for line in of_kind(lines, "junction"):
         table.add_row(case_label(case_of(line)), line["direction"], *_floor(line), str(line["launches"]))
     return table
+
+
+def _recipes(lines: list[Line]) -> Table:
+    columns = ("tokens x C", "recipe", "direction", "us", "MB", "floor us", "of ceiling", "launches")
+    table = _table("Recipes", *columns, f"of {RECIPE}'s time")
+    for line in of_kind(lines, "recipe"):
+        where = (case_label(case_of(line)), line["recipe"], line["direction"])
+        table.add_row(*where, *_floor(line), str(line["launches"]), f"{line['of_sinkhorn']:.1%}")
+    return table
+
+
+def _decode(lines: list[Line]) -> Table:
+    title = "Inference: us of a junction (launches), in a CUDA graph unless it says otherwise"
+    measured = of_kind(lines, "decode")
+    names = list(dict.fromkeys(line["implementation"] for line in measured))
+    table = _table(title, "recipe", "tokens x C", "target us", *names)
+    for (recipe, case), of_case in by_recipe_and_case(measured).items():
+        target = of_case.get("mhckit", {}).get("target_microseconds", "")
+        shown = [_time_and_launches(of_case.get(name)) for name in names]
+        table.add_row(recipe, case_label(case), str(target), *shown)
+    return table
+
+
+def _time_and_launches(line: Line | None) -> str:
+    return "" if line is None else f"{line['microseconds']:.1f} ({line['launches']})"
 
 
 def _baselines(lines: list[Line]) -> Table:

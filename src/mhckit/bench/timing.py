@@ -17,6 +17,7 @@ COPIED_ELEMENTS = 1 << 30
 CALLS_IN_FLIGHT = 8
 CALLS_IN_GRAPH = 4
 WARM_UP = 3
+ROUNDS = 3
 
 
 def copy_ceiling() -> float:
@@ -65,6 +66,17 @@ def graph_microseconds(prepare: Callable[[], Callable[[], object]], rep: int = 5
     Most of what a call reads has left the L2 cache before it, by then for other data or, the first time, flushed.
     """
     return median_microseconds(captured(prepare, CALLS_IN_GRAPH), rep) / CALLS_IN_GRAPH
+
+
+def interleaved_graph_microseconds(
+    calls: dict[str, Callable[[], Callable[[], object]]], rep: int = 50
+) -> dict[str, float]:
+    """`graph_microseconds` of calls that are to be compared: they take turns, so that a device whose clock changes
+    meanwhile changes it for all of them. The median over the rounds.
+    """
+    graphs = {name: captured(prepare, CALLS_IN_GRAPH) for name, prepare in calls.items()}
+    rounds = [{name: median_microseconds(graph, rep) for name, graph in graphs.items()} for _ in range(ROUNDS)]
+    return {name: statistics.median(times[name] for times in rounds) / CALLS_IN_GRAPH for name in calls}
 
 
 def host_microseconds(run: Callable[[], object], repeats: int = 200) -> float:

@@ -9,6 +9,7 @@ import typer
 
 from mhckit.bench.sections import Section
 
+from .errors import need_a_gpu
 from .root import app, examples
 from .screen import screen
 
@@ -21,17 +22,13 @@ _STEPS = Path("benchmarks/results/training.jsonl")
 _WIDTH_OF_TABLES = 140
 
 
-def _need_a_gpu() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise SystemExit("mhckit bench needs a CUDA GPU, and torch finds none here: `mhckit doctor` says more")
-
-
 @bench.callback(
     invoke_without_command=True,
     epilog=examples(
-        "mhckit bench --quick", "mhckit bench --only junction --output results.jsonl", "mhckit bench --claims"
+        "mhckit bench --quick",
+        "mhckit bench --only junction --output results.jsonl",
+        "mhckit bench --only decode",
+        "mhckit bench --claims",
     ),
 )
 def run(
@@ -43,12 +40,12 @@ def run(
     claims: Annotated[bool, typer.Option("--claims", help="Measure what other projects claim instead.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write a page of what was measured here: an .html file.")] = None,
 ) -> None:
-    """Time kernels, the sublayer, and others beside the copy ceiling of the same run. Needs a CUDA GPU."""
+    """Time kernels, the sublayer with every kind of recipe, inference, and others. Needs a CUDA GPU."""
     if context.invoked_subcommand is not None:
         return
     if claims and report is not None:
         raise typer.BadParameter("--report shows what mhckit measures of itself: take it or --claims")
-    _need_a_gpu()
+    need_a_gpu("mhckit bench")
     if claims:
         from mhckit.bench.claims import run_claims
 
@@ -76,7 +73,7 @@ def model(
     commit: Annotated[str, typer.Option(help="The commit that is measured.")] = "unknown",
 ) -> None:
     """Time a random DeepSeek-V4 of transformers, with its own connections and with mhckit's. Needs a CUDA GPU."""
-    _need_a_gpu()
+    need_a_gpu("mhckit bench")
     from mhckit.bench.whole_model import run_whole_model
 
     console = screen(_WIDTH_OF_TABLES)
@@ -92,7 +89,7 @@ def training(
     commit: Annotated[str, typer.Option(help="The commit that is measured.")] = "unknown",
 ) -> None:
     """Time a training step with the plain residual, with mhckit and with plain PyTorch's mHC. Needs a CUDA GPU."""
-    _need_a_gpu()
+    need_a_gpu("mhckit bench")
     from mhckit.bench.training import CASES, run_training
 
     cases = tuple(each for each in CASES if case in (None, each.name))
@@ -108,7 +105,7 @@ def plot(
     results: Annotated[Path, typer.Argument(help="JSON lines that `mhckit bench` wrote.")] = _RESULTS,
     folder: Annotated[Path, typer.Option(help="Where the pictures go.")] = _RESULTS.parent,
 ) -> None:
-    """Bars of the percentage of the ceiling, and of the speedup over others. Needs matplotlib."""
+    """Bars of the percentage of the ceiling, the speedup over others, recipes and inference. Needs matplotlib."""
     from mhckit.bench.plots import write_plots
     from mhckit.bench.results import read_lines
 
