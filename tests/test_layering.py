@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"modules", "ops", "recipe"},
     "compat": {"", "modules", "ops", "recipe"},
     "testing": {"", "recipe"},
-    "bench": {"", "integrations", "kernels", "models", "recipe", "report", "testing"},
+    "bench": {"", "integrations", "kernels", "models", "ops", "recipe", "report", "testing"},
     "doctor": {"", "bench", "kernels", "ops", "testing"},
     "cli": {"", "bench", "doctor", "inspect", "train"},
     "__main__": {"cli"},
@@ -56,8 +56,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "__main__": set(),
     "": set(),
 }
-# Reads its switch from the environment; writes files to the disk for good.
-MAY_USE_OS = ("_autotune.py", "atomic.py")
+# Read a switch and a folder's name from the environment; writes files to the disk for good.
+MAY_USE_OS = ("_autotune.py", "shipped.py", "atomic.py")
 
 
 def _area(path: Path) -> str:

@@ -83,6 +83,25 @@ def test_a_damaged_file_is_searched_for_again(timed: list[int], tmp_path: Path) 
     assert _tuned()["STAGES"] == 3 and timed
 
 
+def test_what_was_shipped_is_not_searched_for(
+    timed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _tuned()
+    monkeypatch.setenv("MHCKIT_KERNELS", str(tmp_path / "cache"))
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "other"))
+    timed.clear()
+    assert _tuned()["STAGES"] == 3 and timed == []
+    _tuned(N=8)
+    (file,) = (tmp_path / "other").iterdir()
+    assert len(json.loads(file.read_text())) == 2, "what is found now is kept here, with what was known"
+
+
+def test_a_folder_that_cannot_be_written(timed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "file" / "folder"))
+    assert _tuned()["STAGES"] == 3
+
+
 def test_nothing_to_choose_is_left_alone(timed: list[int]) -> None:
     assert _autotune.tuned(KERNEL, (1,), (X,), {"num_warps": 4}) == {"num_warps": 4}
     assert timed == []

@@ -9,12 +9,13 @@ mhckit bench report RESULTS           one page from measurements
 mhckit bench readme                   the README's table from measurements
 mhckit bench committed                what `mhckit doctor` compares with, from measurements
 mhckit train                          train a language model; alone, or started by torchrun
+mhckit warmup --dim C                 compile kernels ahead, into a folder that can be shipped
 mhckit inspect SOURCE                 see inside a trained model; --with compares two, --json prints numbers
 mhckit export RUN FILE                a run's weights as safetensors
 mhckit compare RUN ...                a picture of some runs
 """
 
-from . import bench, doctor, inspect, training  # importing one adds its commands
+from . import bench, doctor, inspect, training, warmup  # importing one adds its commands
 from .root import app, main
 
-__all__ = ["app", "bench", "doctor", "inspect", "main", "training"]
+__all__ = ["app", "bench", "doctor", "inspect", "main", "training", "warmup"]

@@ -29,6 +29,13 @@ def in_a_line(error: BaseException) -> str:
     return "mhckit: " + "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in words)
 
 
+def need_a_gpu(command: str) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{command} needs a CUDA GPU, and torch finds none here: `mhckit doctor` says more")
+
+
 def _words(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and not _is_raised_by_mhckit(error):
         return _missing_module(error)

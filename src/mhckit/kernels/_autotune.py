@@ -2,11 +2,13 @@
 
 The heuristics of `_launch` come from one GPU. On another, the number of loop steps in flight may be worth a search: it
 changes neither the tiles nor the order of sums, so results keep their bits. The first launch of a kernel then times
-each candidate on its own arguments, and what was found is kept on disk, beside Triton's compiled kernels.
+each candidate on its own arguments, and what was found is kept on disk, beside Triton's compiled kernels, where that
+can be written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -18,7 +20,10 @@ import triton
 from triton import knobs
 from triton.testing import do_bench
 
+from . import shipped
+
 CANDIDATES = (1, 2, 3, 4)
+_FILE = "mhckit-autotune.json"
 
 
 def is_enabled() -> bool:
@@ -62,21 +67,30 @@ def _describe(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> 
     return " ".join([torch.cuda.get_device_name(), triton.__version__, kernel.__name__, *kinds, *fixed, *rest])
 
 
-def _path() -> Path:
-    return Path(knobs.cache.dir) / "mhckit-autotune.json"
-
-
 def _load() -> dict[str, int]:
+    """What was found before, here or where kernels were shipped from."""
+    found: dict[str, int] = {}
+    for folder in (shipped.folder(), Path(knobs.cache.dir)):
+        if folder is not None:
+            found |= _read(folder / _FILE)
+    return found
+
+
+def _read(path: Path) -> dict[str, int]:
     try:
-        found = json.loads(_path().read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _save(found: dict[str, int]) -> None:
-    """Replaced in one step: another process sees the old file or the new one."""
-    _path().parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=_path().parent, delete=False) as file:
-        json.dump(found, file, indent=1)
-    Path(file.name).replace(_path())
+    """Replaced in one step: another process sees the old file or the new one. A read-only folder stays as it is, and
+    the next process searches again.
+    """
+    folder = Path(knobs.cache.dir)
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+            json.dump(found, file, indent=1)
+        Path(file.name).replace(folder / _FILE)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mhckit.ops._backend import choose
-from mhckit.ops._register import contiguous
+from mhckit.ops._register import contiguous, dtype_name
 from mhckit.recipe import Recipe
 
 from .streams import Streams
@@ -91,7 +91,7 @@ class Step(NamedTuple):
 
     def read(self, y: Tensor) -> Tensor:
         weights, norm = self.weights.get().contiguous(), (self.out_norm_weight, self.out_norm_eps)
-        return torch.ops.mhckit.pre_fwd(y, weights, *norm, self.out_dtype, self.backend)[0]
+        return torch.ops.mhckit.pre_fwd(y, weights, *norm, dtype_name(self.out_dtype), self.backend)[0]
 
 
 class Group:

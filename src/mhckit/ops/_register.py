@@ -1,9 +1,11 @@
 """The only user of torch.library: one function that turns a reference into a registered operator.
 
 Each operator is registered twice, ``<name>_fwd`` and ``<name>_bwd``, and joined by a thin autograd.Function. A schema
-that ends with ``str recipe`` takes a Recipe as its key, and its implementations get the Recipe back. A key is one
-readable constant: twenty scalars cost more to dispatch, dynamic compilation makes graph inputs of the floats among
-them, and every new field would change every schema. The backend that the public function chose comes last.
+with ``str recipe`` takes a Recipe as its key, and its implementations get the Recipe back. A key is one readable
+constant: twenty scalars cost more to dispatch, dynamic compilation makes graph inputs of the floats among them, and
+every new field would change every schema. With ``str out_dtype`` it takes a dtype by its name, and they get the dtype:
+what AOTInductor compiles hands on dtypes as other ones before torch 2.12 (pytorch/pytorch#169157), and strings as they
+are. The backend that the public function chose comes last.
 
 Contract of an implementation, reference or kernel:
 - arguments as in the schema, leading dimensions arbitrary, every tensor contiguous (for a kernel: at a multiple of 16
@@ -30,7 +32,13 @@ from torch.autograd import forward_ad
 
 from mhckit.recipe import Recipe
 
+from ._check import DTYPES
 from ._known import PLAIN_TENSORS, Known, is_eager
+
+_DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+# Arguments of a schema that stand for something else, and what they are turned into.
+_STANDS_FOR: dict[str, Callable[[str], Any]] = {"str recipe": Recipe.from_key, "str out_dtype": _DTYPES.__getitem__}
 
 
 def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -41,11 +49,11 @@ def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Cal
     """
     qualified = f"mhckit::{name}"
     arguments, returns = schema.split(") -> ")
-    takes_recipe = arguments.endswith("str recipe")
-    kernel = _Kernel(name, arguments.count("Tensor"), takes_recipe)
+    meanings = _meanings(arguments)
+    kernel = _Kernel(name, arguments.count("Tensor"), meanings)
 
     def unpack(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _with_recipe(args[:-1]) if takes_recipe else args[:-1]
+        return _unpacked(args[:-1], meanings)
 
     def run(*args: Any) -> Any:
         if args[-1] == "triton":
@@ -72,6 +80,11 @@ def register(name: str, schema: str, *, reference: Callable[..., Any], fake: Cal
         return operator(*args)
 
     return call
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """What stands for a dtype in a schema."""
+    return _DTYPE_NAMES[dtype]
 
 
 def absent(like: Tensor) -> Tensor:
@@ -231,18 +244,30 @@ def _device_of(args: tuple[Any, ...]) -> torch.device:
     return next(arg for arg in args if isinstance(arg, Tensor)).device
 
 
-def _with_recipe(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments whose last is the key of a Recipe, with the Recipe in its place."""
-    return *args[:-1], Recipe.from_key(args[-1])
+_Meanings = tuple[tuple[int, Callable[[str], Any]], ...]
+
+
+def _meanings(arguments: str) -> _Meanings:
+    """Which arguments of a schema stand for something else, by their positions."""
+    kinds = arguments.removeprefix("(").split(", ")
+    return tuple((position, _STANDS_FOR[kind]) for position, kind in enumerate(kinds) if kind in _STANDS_FOR)
+
+
+def _unpacked(args: Sequence[Any], meanings: _Meanings) -> tuple[Any, ...]:
+    """Arguments with what some of them stand for in their places."""
+    unpacked = list(args)
+    for position, meaning in meanings:
+        unpacked[position] = meaning(args[position])
+    return tuple(unpacked)
 
 
 class _Kernel:
     """The kernel of an operator, whose first so many arguments are tensors. A call like an earlier one is repeated."""
 
-    def __init__(self, name: str, tensors: int, takes_recipe: bool) -> None:
+    def __init__(self, name: str, tensors: int, meanings: _Meanings) -> None:
         self.name = name
         self.tensors = tensors
-        self.takes_recipe = takes_recipe
+        self.meanings = meanings
         self.plans = Known()
 
     def run(self, args: tuple[Any, ...]) -> Any:
@@ -268,7 +293,7 @@ class _Kernel:
     def _work_out(self, args: tuple[Any, ...], *, none_for_absent: bool) -> Any:
         device = _device_of(args)
         with _current(device):
-            planned = _load_kernel(self.name, device, self.takes_recipe)
+            planned = _load_kernel(self.name, device, self.meanings)
             result, plan = planned(args[:-1], none_for_absent=none_for_absent)
         if plan is not None:
             self.plans.keep(args[: self.tensors], args[self.tensors :], plan)
@@ -276,7 +301,7 @@ class _Kernel:
 
 
 @functools.cache
-def _load_kernel(name: str, device: torch.device, takes_recipe: bool) -> Callable[..., Any]:
+def _load_kernel(name: str, device: torch.device, meanings: _Meanings) -> Callable[..., Any]:
     """A kernel's host function, loaded on first use; raises where Triton cannot run it."""
     try:
         importlib.import_module("mhckit.kernels._runtime").check(device)
@@ -288,7 +313,7 @@ def _load_kernel(name: str, device: torch.device, takes_recipe: bool) -> Callabl
     operator = name.rsplit("_", 1)[0]
     kernel = getattr(importlib.import_module(f"mhckit.kernels.{operator}"), name)
     planned = importlib.import_module("mhckit.kernels._plan").Planned
-    return planned((lambda *args: kernel(*_with_recipe(args))) if takes_recipe else kernel)
+    return planned((lambda *args: kernel(*_unpacked(args, meanings))) if meanings else kernel)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ from mhckit.recipe import Recipe
 from ._backend import choose
 from ._check import Checked, check_dtype, check_eps, check_optional, check_parameters, check_streams
 from ._read import OutNorm, empty_read, first_pre, read_backward, read_reference
-from ._register import Operator, call_backward, contiguous, needed, pack, register, room_for, rounded
+from ._register import Operator, call_backward, contiguous, dtype_name, needed, pack, register, room_for, rounded
 from .coefficients import (
     Parameters,
     as_mix,
@@ -110,7 +110,7 @@ def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
 _fwd = register(
     "enter_fwd",
     "(Tensor x, Tensor? phi, Tensor? scale, Tensor bias, Tensor? norm_weight, Tensor? out_norm_weight,"
-    " float out_norm_eps, ScalarType out_dtype, str recipe)"
+    " float out_norm_eps, str out_dtype, str recipe)"
     " -> (Tensor x_in, Tensor pre, Tensor post, Tensor res, Tensor z, Tensor mean_square, Tensor u)",
     reference=enter_reference,
     fake=_fwd_fake,
@@ -143,7 +143,7 @@ class _Enter(Operator):
         backend: str,
     ) -> tuple[Tensor, ...]:
         parameters = (phi, scale, bias, norm_weight, out_norm_weight)
-        return x.view_as(x), *_fwd(x, *parameters, out_norm_eps, out_dtype, recipe.key, backend)
+        return x.view_as(x), *_fwd(x, *parameters, out_norm_eps, dtype_name(out_dtype), recipe.key, backend)
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -27,6 +27,7 @@ from ._register import (
     accumulator,
     call_backward,
     contiguous,
+    dtype_name,
     empty,
     mark_hidden,
     needed,
@@ -117,7 +118,7 @@ def _bwd_fake(*args: Any) -> tuple[Tensor, ...]:
 
 _fwd = register(
     "head_fwd",
-    "(Tensor x, Tensor? fn, Tensor? scale, Tensor? base, Tensor? pre, ScalarType out_dtype, str recipe)"
+    "(Tensor x, Tensor? fn, Tensor? scale, Tensor? base, Tensor? pre, str out_dtype, str recipe)"
     " -> (Tensor h, Tensor z, Tensor mean_square)",
     reference=head_reference,
     fake=_fwd_fake,
@@ -145,7 +146,7 @@ class _Head(Operator):
         recipe: Recipe,
         backend: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _fwd(x, fn, scale, base, pre, out_dtype, recipe.key, backend)
+        return _fwd(x, fn, scale, base, pre, dtype_name(out_dtype), recipe.key, backend)
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -36,7 +36,18 @@ from ._check import (
     check_streams,
 )
 from ._read import OutNorm, empty_read, read_backward, read_reference
-from ._register import Operator, call_backward, contiguous, empty, needed, pack, register, room_for, rounded
+from ._register import (
+    Operator,
+    call_backward,
+    contiguous,
+    dtype_name,
+    empty,
+    needed,
+    pack,
+    register,
+    room_for,
+    rounded,
+)
 from .coefficients import (
     Parameters,
     as_mix,
@@ -140,7 +151,7 @@ _INPUTS = (
 )
 _fwd = register(
     "junction_fwd",
-    f"({_INPUTS}, float out_norm_eps, ScalarType out_dtype, str recipe) -> (Tensor y, Tensor x_in, Tensor pre_out,"
+    f"({_INPUTS}, float out_norm_eps, str out_dtype, str recipe) -> (Tensor y, Tensor x_in, Tensor pre_out,"
     " Tensor post_out, Tensor res_out, Tensor z, Tensor mean_square, Tensor u)",
     reference=junction_reference,
     fake=_fwd_fake,
@@ -179,7 +190,7 @@ class _Junction(Operator):
     ) -> tuple[Tensor, ...]:
         write = (x, f, f_bias, shifted_pre, post, res)
         parameters = (phi, scale, bias, norm_weight, out_norm_weight)
-        return _fwd(*write, *parameters, out_norm_eps, out_dtype, recipe.key, backend)
+        return _fwd(*write, *parameters, out_norm_eps, dtype_name(out_dtype), recipe.key, backend)
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

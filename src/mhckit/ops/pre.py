@@ -24,6 +24,7 @@ from ._register import (
     accumulator,
     call_backward,
     contiguous,
+    dtype_name,
     empty,
     mark_hidden,
     needed,
@@ -86,7 +87,7 @@ def _bwd_fake(dx_in: Tensor, x: Tensor, pre: Tensor, norm_weight: Tensor | None,
 
 _fwd = register(
     "pre_fwd",
-    "(Tensor x, Tensor pre, Tensor? norm_weight, float norm_eps, ScalarType out_dtype) -> (Tensor x_in, Tensor u)",
+    "(Tensor x, Tensor pre, Tensor? norm_weight, float norm_eps, str out_dtype) -> (Tensor x_in, Tensor u)",
     reference=pre_reference,
     fake=_fwd_fake,
 )
@@ -106,7 +107,7 @@ class _Pre(Operator):
     def forward(
         x: Tensor, pre: Tensor, norm_weight: Tensor | None, norm_eps: float, out_dtype: torch.dtype, backend: str
     ) -> tuple[Tensor, Tensor]:
-        return _fwd(x, pre, norm_weight, norm_eps, out_dtype, backend)
+        return _fwd(x, pre, norm_weight, norm_eps, dtype_name(out_dtype), backend)
 
     @staticmethod
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
