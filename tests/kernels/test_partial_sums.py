@@ -105,12 +105,19 @@ def test_a_slice_is_no_longer_than_its_pairs(channels: int) -> None:
     assert width <= ((1 << LEVELS.value) - 1) * CHAIN.value * _launch.SUM_WIDTH
 
 
-def test_both_forms_are_compiled_together() -> None:
-    many = {"MANY": True, "EARLY": True, "launch_pdl": True, "BLOCK_T": 1}
-    few = {"MANY": False, "EARLY": True, "BLOCK_T": 1}
-    assert _launcher.forms(_read.read_kernel, many) == [many, few]
-    assert _launcher.forms(_read.read_kernel, few) == [few, many]
-    without = {"MANY": False, "EARLY": False}
-    assert _launcher.forms(_read.read_kernel, without) == [without, {"MANY": True, "EARLY": False}]
-    assert _launcher.forms(_read.read_kernel, {"MANY": None, "EARLY": False}) == [{"MANY": None, "EARLY": False}]
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("many", [True, False])
+def test_forms(many: bool, early: bool) -> None:
+    """What is compiled beside a launch is what the launch of the other form looks up: the order of options counts."""
+
+    def constants(many: bool) -> dict[str, object]:
+        return {"MANY": many, "EARLY": early, **({"launch_pdl": many} if early else {}), "num_warps": 4}
+
+    forms = _launcher.forms(_read.read_kernel, constants(many))
+    assert [list(form.items()) for form in forms] == [list(constants(form).items()) for form in (many, not many)]
+
+
+def test_kernels_of_one_form() -> None:
+    alone = {"MANY": None, "EARLY": False}
+    assert _launcher.forms(_read.read_kernel, alone) == [alone]
     assert _launcher.forms(_write_project.write_project_kernel, {"N": 4}) == [{"N": 4}]

@@ -297,16 +297,15 @@ def _tokens_of_sums(tokens: int, many: bool | None) -> int:
 
 def _launched_early(many: bool | None, early: bool) -> dict[str, bool]:
     """With few tokens, launching F2 takes as long as its work: it is launched beside F1, and waits for it to end."""
-    return {"launch_pdl": True} if many and early else {}
+    return {"launch_pdl": bool(many)} if early else {}
 
 
 def _forms(constants: dict[str, Any]) -> list[dict[str, Any]]:
-    """MANY follows the number of tokens, unless it is None."""
+    """MANY follows the number of tokens, unless it is None. Triton tells launches apart by the order of options, too."""
     many, early = constants["MANY"], constants["EARLY"]
     if many is None:
         return [constants]
-    other = {name: value for name, value in constants.items() if name != "launch_pdl"} | {"MANY": not many}
-    return [constants, other | _launched_early(not many, early)]
+    return [constants, constants | {"MANY": not many} | _launched_early(not many, early)]
 
 
 all_forms[read_kernel] = _forms
