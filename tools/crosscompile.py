@@ -352,8 +352,12 @@ def problems(launch: Launch, compiled: Compiled) -> list[str]:
 
 
 def _stack_allowed(launch: Launch) -> int:
-    """Bytes: J spills a few dozen registers with a bias, B two in a Sinkhorn iteration on logarithms."""
+    """Bytes: J spills a few dozen registers with a bias, F1 four with all options, B two in a Sinkhorn iteration on
+    logarithms.
+    """
     constants = dict(launch.constants)
+    if launch.name == "write_project":
+        return 16 if constants.get("f_bias", 0) is not None and constants.get("norm_weight", 0) is not None else 0
     if launch.name == "read_bwd":
         return 8 if constants["MATH"].log_space else 0
     return 256 if launch.name == "streams_bwd" and constants.get("f_bias", 0) is not None else 0
