@@ -210,7 +210,7 @@ def draw_single_pass() -> str:
         (58, "usual: pre of sublayer l is computed from y, so y is read in a pass of its own", "read: pre(l) y"),
         (
             208,
-            "shifted: pre of sublayer l-1 is already there, one pass could write y and read x_in",
+            "shifted: pre of sublayer l-1 is already there, one pass writes y and reads x_in",
             "read: pre(l-1) y",
         ),
     )

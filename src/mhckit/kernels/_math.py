@@ -35,7 +35,8 @@ class Math:
     residual: the recipe's residual map, "none", or "logits": the logits themselves are wanted.
     transposed: the matrix is stored [in, out].
     log_space: Sinkhorn runs on log R. A softmax takes the place of the first row step; with `first_cols` the column
-    step that belongs to it is done beside the `iterations` that follow, in `segments` of `segment_iterations`.
+    step that belongs to it is done beside the `iterations` that follow, in `segments` of `segment_iterations`: at most
+    `longest_segment`, or what is usual if that is 0.
     """
 
     streams: int
@@ -59,10 +60,10 @@ class Math:
     post_scale: float = 1.0
     post_eps: float = 0.0
     round_mix: bool = False
-    longest_segment: int = SEGMENT_ITERATIONS
+    longest_segment: int = 0
 
     def __post_init__(self) -> None:
-        segment = min(max(self.iterations, 1), self.longest_segment)
+        segment = min(max(self.iterations, 1), self.longest_segment or SEGMENT_ITERATIONS)
         rows = 0 if self.pre == "given" else self.streams * (1 if self.post == "none" else 2) + self.logits
         derived = dict(
             padded_streams=power_of_2(self.streams),
