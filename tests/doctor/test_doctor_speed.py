@@ -35,7 +35,7 @@ def test_the_speeds_are_not_stale() -> None:
 
 def test_the_newest_results_are_found() -> None:
     """The same numbers as the README's."""
-    (line,) = of_kind(newest(read_lines(RESULTS)), "junction", direction="both", **CASE.facts())
+    (line,) = of_kind(newest(read_lines(RESULTS), "junction"), "junction", direction="both", **CASE.facts())
     found = committed_speed(line["device"])
     assert found is not None and found["of_ceiling"] == line["of_ceiling"] and found["commit"] == line["commit"]
     assert committed_speed("Another GPU") is None

@@ -15,7 +15,7 @@ from mhckit.testing import Call, make_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = every_recipe()
-FORMS = {"few": True, "many": False}
+FORMS = {"few tokens": True, "many tokens": False}
 # Small, because the interpreter is slow; a chain is 8 sums.
 SUM, SLICE = 64, 1280
 
@@ -61,8 +61,8 @@ def test_the_forms_agree(
     operator: str, name: str, channels: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = _call(operator, name, channels, dtype)
-    many, few = (_outputs(call, form, monkeypatch) for form in (True, False))
-    for got, want in zip(many, few, strict=True):
+    spread, alone = (_outputs(call, few, monkeypatch) for few in (True, False))
+    for got, want in zip(spread, alone, strict=True):
         assert not want.isnan().any()
         assert torch.equal(got, want)
 
@@ -70,7 +70,7 @@ def test_the_forms_agree(
 @with_small_sums
 @pytest.mark.parametrize("few", FORMS.values(), ids=list(FORMS))
 def test_each_form_is_accurate(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over two slices with two chains each."""
+    """Over two slices with three chains each."""
     monkeypatch.setattr(_write_project, "leaves_idle", lambda programs, device: few)
     assert_accurate(_call("coefficients", "deepseek_v4", 2 * SLICE + 24))
 

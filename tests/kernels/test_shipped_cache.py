@@ -98,8 +98,22 @@ def test_what_was_shipped_is_found_by_name(folders: tuple[Path, Path]) -> None:
     assert cache.get_file("a.cubin") == str(shipped / "key" / "a.cubin")
     assert cache.get_group("a.json") == {name: str(shipped / "key" / name) for name in ("a.json", "a.cubin")}
     assert not own.exists(), "nothing is written for what is there"
-    (shipped / "key" / "a.cubin").unlink()
-    assert cache.get_group("a.json") == {"a.json": str(shipped / "key" / "a.json")}
+
+
+@pytest.mark.parametrize("broken", ["a.cubin", "__grp__a.json"])
+def test_what_was_shipped_in_part_is_compiled_again(broken: str, folders: tuple[Path, Path]) -> None:
+    """A file is missing, or the list of them is cut short."""
+    shipped, own = folders
+    path = shipped / "key" / broken
+    if broken.startswith("__grp__"):
+        path.write_text(path.read_text()[:-3])
+    else:
+        path.unlink()
+    cache = ShippedCache("key")
+    assert cache.get_group("a.json") is None
+    files = {name: cache.put(name, name) for name in ("a.json", "a.cubin")}
+    cache.put_group("a.json", files)
+    assert cache.get_group("a.json") == {name: str(own / "key" / name) for name in files}
 
 
 def test_what_is_missing_is_tritons_own(folders: tuple[Path, Path]) -> None:

@@ -92,7 +92,7 @@ DECODE_CASES = tuple(
 )
 QUICK_DECODE_CASES = (Case(1, 4096), Case(64, 4096))
 # A token must get the same bits alone as among so many.
-DECODE_BATCH = 4096
+DECODE_BATCH = 16384
 
 
 def compared_recipes() -> dict[str, Recipe]:

@@ -157,7 +157,7 @@ def bfloat16_parts(wide, PTX: tl.constexpr = False):
             sub.rn.f32 b, $3, b;
             cvt.rn.bf16x2.f32 $1, b, a;
             }""",
-            "=r,=r,r,r",
+            "=&r,=r,r,r",
             [wide],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=True,

@@ -2,7 +2,8 @@
 
 They are functions of N, P, C, the dtype and the device alone, never of the number of tokens: a token's result must not
 depend on its batch, and a new batch size must not compile anything. (Into how many chunks sums over all tokens are cut
-is neither.) Their sources are measurements on an H200 (benchmarks/results/junction.jsonl, and the attempts in
+is neither; nor is how many programs share a slice of channels, whose sums have one order, see `_partial_sums`.) Their
+sources are measurements on an H200 (benchmarks/results/junction.jsonl, and the attempts in
 docs/performance.md) and the compiler: for 4 streams of bfloat16 on sm_90 registers are not spilled, or a few with all
 options (`make sass`; CI holds them to it).
 

@@ -45,8 +45,9 @@ class Recorded(NamedTuple):
     args: tuple[Any, ...]
 
 
-# Kernels with a constant that follows the number of tokens: from the constants of a launch those of
-# each form, its own first. They are compiled together, so that a new number of tokens compiles nothing.
+# Kernels with a constant that follows the number of tokens: from the constants of a launch those of each form, its own
+# first. They are compiled together, so that a new number of tokens compiles nothing; but not where launches go through
+# Triton (AMD, hooks), and a search for launch parameters may find others for the other form.
 all_forms: dict[Any, Callable[[dict[str, Any]], list[dict[str, Any]]]] = {}
 
 _compiled: dict[tuple[Any, ...], Compiled] = {}

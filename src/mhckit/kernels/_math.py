@@ -20,8 +20,8 @@ from ._launch import packed_dz_width, power_of_2
 # Iterations of Sinkhorn before which the backward keeps the matrix in registers. They are unrolled: more take longer to
 # compile and more registers, fewer are run again more often.
 SEGMENT_ITERATIONS = 4
-# The same where a kernel does nothing else, and nothing hides the time that it takes; on logarithms it takes more
-# registers.
+# The same where a kernel does nothing else, and nothing hides the time that it takes, for up to 4 streams; more of them,
+# and logarithms, take more registers.
 LONG_SEGMENT_ITERATIONS, LONG_SEGMENT_LOG_ITERATIONS = 20, 10
 
 
@@ -87,7 +87,7 @@ class Math:
 def with_long_segments(math: Math) -> Math:
     """For the backward of the residual map in a kernel that does not wait for the streams meanwhile."""
     longest = LONG_SEGMENT_LOG_ITERATIONS if math.log_space else LONG_SEGMENT_ITERATIONS
-    return dataclasses.replace(math, longest_segment=longest)
+    return dataclasses.replace(math, longest_segment=longest * 4 // max(4, math.padded_streams))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,7 +11,8 @@
 The sums over channels are finished here, or slices of them left for `_parameters_bwd` to add up. Every part of G is
 optional. dz, k, w (times u, with a norm) and b come from `_read_bwd`, phi from `_pack`. G itself is never stored. The
 recomputed y lacks the rounding of the stored one. It enters k y and b sum w y, projections of the terms they are added
-to, so that the difference is at most a rounding of such a term; leaving it out saves a twentieth of the instructions.
+to, so that the difference is at most a rounding of such a term, and dw, a sum over channels in which roundings cancel;
+leaving it out saves a twentieth of the instructions.
 Reads g, d, x and f, writes dx and df: 30C bytes per token for 4 streams of 2-byte activations.
 """
 

@@ -46,12 +46,15 @@ class ShippedCache(CacheManager):
         return str(shipped) if shipped.exists() else self._own.get_file(filename)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """Files by their names, wherever the paths beside them lead."""
-        index = self._shipped / f"__grp__{filename}"
-        if not index.exists():
+        """Files by their names, wherever the paths beside them lead; Triton's own where one is missing or damaged."""
+        try:
+            names = json.loads((self._shipped / f"__grp__{filename}").read_text())["child_paths"]
+        except (FileNotFoundError, json.JSONDecodeError):
             return self._own.get_group(filename)
-        files = {name: self._shipped / name for name in json.loads(index.read_text())["child_paths"]}
-        return {name: str(path) for name, path in files.items() if path.exists()}
+        files = {name: self._shipped / name for name in names}
+        if not all(path.exists() for path in files.values()):
+            return self._own.get_group(filename)
+        return {name: str(path) for name, path in files.items()}
 
     def put(self, data: Any, filename: str, binary: bool = True) -> str:
         return self._own.put(data, filename, binary)
