@@ -10,12 +10,15 @@ STREAMS = range(1, 9)
 
 
 def every_recipe() -> dict[str, Recipe]:
-    """Each preset, dynamic and static, by a readable name."""
+    """Each preset, dynamic and static, by a readable name, and the residual map that no preset has.
+
+    Its other fields are those of a preset that it must not mind: a start, an order, an eps.
+    """
     return {
         f"{name}{'' if dynamic else '-static'}": Recipe.preset(name, dynamic=dynamic)
         for name in PRESETS
         for dynamic in (True, False)
-    }
+    } | {"projection": Recipe.preset("deepseek_v4", residual="projection")}
 
 
 def every_preset_and_width() -> list[tuple[str, int]]:

@@ -89,6 +89,7 @@ def test_sizes() -> None:
         assert (recipe.rows, recipe.groups) == (rows, groups)
     assert Recipe.preset("mhc_lite", streams=5).rows == 10 + 120
     assert Recipe.preset("paper", streams=1).rows == 3
+    assert Recipe(residual="projection").groups == (4, 4, 16)
 
 
 def test_overrides_and_replace() -> None:
@@ -103,6 +104,8 @@ def test_overrides_and_replace() -> None:
 def test_key_reads_well_and_is_checked() -> None:
     assert Recipe().key == ""
     assert Recipe.preset("hy_v4").key == ("residual=identity norm_eps=1e-05 pre_eps=1e-06 post_eps=1e-06 head=learned")
+    projection = Recipe(residual="projection", stored="in_out")
+    assert projection.key == "residual=projection stored=in_out" and Recipe.from_key(projection.key) == projection
     with pytest.raises(ValueError, match="a recipe from another version of mhckit: this one has no field 'future'"):
         Recipe.from_key("streams=4 future=1")
     with pytest.raises(ValueError, match="residual='permutation'"):
@@ -130,7 +133,7 @@ NONSENSE = [
     (dict(streams=4.0), "streams must be an int, got 4.0"),
     (dict(streams=True), "streams must be an int, got True"),
     (dict(iterations=0), "iterations must be at least 1"),
-    (dict(residual="sinkhron"), "residual must be one of 'sinkhorn', 'permutation', 'identity', 'free'"),
+    (dict(residual="sinkhron"), "residual must be one of 'sinkhorn', 'projection', 'permutation', 'identity'"),
     (dict(head=None), "head must be one of"),
     (dict(shifted=1), "shifted must be a bool, got 1"),
     (dict(norm_eps=0), "norm_eps must be positive and finite"),

@@ -297,7 +297,7 @@ def configurations(everything: bool) -> list[Configuration]:
     """Every kind of recipe at N = 4 on sm_90, and a sample of (or everything of) the rest."""
     dynamic = Recipe.presets() if everything else _KINDS
     static = Recipe.presets() if everything else ("paper", "hy_v4")
-    every = [Recipe.preset(name) for name in dynamic]
+    every = [*(Recipe.preset(name) for name in dynamic), Recipe(residual="projection")]
     every += [Recipe.preset(name, dynamic=False) for name in static]
     deepseek = Recipe.preset("deepseek_v4")
     listed = [Configuration(("junction", "enter") if everything else _JUNCTION, recipe) for recipe in every]
@@ -318,6 +318,7 @@ def configurations(everything: bool) -> list[Configuration]:
         listed.append(Configuration(_SPINE, deepseek.replace(streams=n), channels=channels))
     lite = Recipe.preset("mhc_lite", streams=5)
     listed.append(Configuration(_SPINE, lite, channels=2048, targets=("sm_90", *_OTHER_TARGETS)))
+    listed.append(Configuration(_JUNCTION, Recipe(residual="projection", streams=8), channels=2048))
     for n, channels in itertools.product((4, 8), (8, 16, 32, 64, 128)):
         listed.append(Configuration(_SPINE, deepseek.replace(streams=n), channels=channels, optional=False))
     return [*listed, Configuration(_ALL, deepseek, targets=_OTHER_TARGETS)]

@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-ResidualMap = Literal["sinkhorn", "permutation", "identity", "free"]
+ResidualMap = Literal["sinkhorn", "projection", "permutation", "identity", "free"]
 Init = Literal["exp", "exp_minus_max", "softmax", "abs"]
 Order = Literal["cols", "rows"]
 EpsMode = Literal["none", "add", "clamp", "guard"]
@@ -52,7 +52,8 @@ class Recipe:
     Attributes:
         streams: N, the number of parallel residual streams.
         residual: how logits become the matrix that mixes the streams. ``"sinkhorn"``: doubly stochastic by finite
-            iteration; ``"permutation"``: a convex combination of the N! permutation matrices (mHC-lite, N <= 5);
+            iteration; ``"projection"``: what that iteration tends to, doubly stochastic to rounding;
+            ``"permutation"``: a convex combination of the N! permutation matrices (mHC-lite, N <= 5);
             ``"identity"``: streams are not mixed (Hy-V4); ``"free"``: unconstrained, the original HC.
         init, order, iterations, eps, eps_mode: of ``residual="sinkhorn"`` alone; the other maps ignore them.
         init: Sinkhorn starts from ``exp(L)``, ``exp(L - rowmax)``, ``softmax(L) + eps`` (which takes the place of the

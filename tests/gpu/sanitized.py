@@ -18,7 +18,8 @@ _launch.SLICE_WIDTH = 32  # several slices of few channels
 torch.use_deterministic_algorithms(True)  # fills what is uninitialised with NaN
 RECIPES = every_recipe()
 for operator in OPERATORS:
-    for name in ("deepseek_v4", "mhc_lite") if operator in ("junction", "enter", "sinkhorn") else ("deepseek_v4",):
+    others = ("mhc_lite", "projection") if operator in ("junction", "enter", "sinkhorn") else ()
+    for name in ("deepseek_v4", *others):
         for dtype in (torch.bfloat16, torch.float32):
             call = make_call(operator, RECIPES[name], lead=(19,), channels=69, dtype=dtype, device="cuda")
             results = run(call, "triton")

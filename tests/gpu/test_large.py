@@ -50,7 +50,9 @@ def test_sizes_of_models(operator: str, tokens: int, channels: int, dtype: torch
     assert_accurate(call, relative=1e-5 if dtype == torch.float32 else None)
 
 
-@pytest.mark.parametrize("name", ["paper", "megatron", "hy_v4", "mhc_lite", "hc", "deepseek_v41", "mhc_triton-static"])
+@pytest.mark.parametrize(
+    "name", ["paper", "megatron", "hy_v4", "mhc_lite", "projection", "hc", "deepseek_v41", "mhc_triton-static"]
+)
 def test_recipes_at_size(name: str) -> None:
     assert_accurate(_call("junction", RECIPES[name], lead=(300,), channels=5128, dtype=torch.bfloat16))
 

@@ -150,7 +150,9 @@ def _forward(blocks: list, head: HyperHead, h: torch.Tensor) -> torch.Tensor:
     return head(streams)
 
 
-@pytest.mark.parametrize("recipe", ["deepseek_v4", "paper", "deepseek_v41", "hy_v4", "mhc_lite", "projection", "paper-static"])
+@pytest.mark.parametrize(
+    "recipe", ["deepseek_v4", "paper", "deepseek_v41", "hy_v4", "mhc_lite", "projection", "paper-static"]
+)
 def test_cuda_graph(recipe: str) -> None:
     """enter, junctions, leave and head, forward and backward, captured once and replayed on other inputs."""
     blocks, head = _network(recipe)

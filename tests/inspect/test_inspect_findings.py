@@ -174,6 +174,7 @@ PAPER = Recipe.preset("paper", streams=3)
         ({"row_error": 0.02}, Recipe.preset("mhc_triton", streams=3), "note", "off by 0.02: logits too unequal for 20"),
         ({"column_error": 0.2}, PAPER.replace(iterations=7), "wrong", "Column sums are off by 0.2: .* 7 iterations"),
         ({"row_error": 0.2}, PAPER.replace(residual="permutation"), "wrong", r"Row sums are off by 0\.2\."),
+        ({"column_error": 0.2}, PAPER.replace(residual="projection"), "wrong", r"Column sums are off by 0\.2\."),
     ],
 )
 def test_thresholds(sound: Inspection, changes: dict[str, float], recipe: Recipe, level: str, text: str) -> None:

@@ -132,8 +132,13 @@ def test_static_logits_are_those_of_every_token(tmp_path: Path, preset: str) -> 
     assert inspection.sublayers[1].error_by_iteration[0] > 0.05
 
 
-@pytest.mark.parametrize(("residual", "exact"), [("mhc_lite", True), ("hy_v4", True), ("hc", False)])
-def test_maps_that_do_not_iterate(tmp_path: Path, residual: str, exact: bool) -> None:
+PROJECTION = Recipe(streams=3, residual="projection")
+
+
+@pytest.mark.parametrize(
+    ("residual", "exact"), [("mhc_lite", True), (PROJECTION, True), ("hy_v4", True), ("hc", False)], ids=str
+)
+def test_maps_that_do_not_iterate(tmp_path: Path, residual: str | Recipe, exact: bool) -> None:
     inspection = inspect_saved(healthy(residual=residual), tmp_path)
     assert all(each.error_by_iteration == [] for each in inspection.sublayers)
     assert all((each.row_error < 1e-5) == exact for each in inspection.sublayers)

@@ -82,7 +82,7 @@ def test_any_layout(operator: str) -> None:
 
 
 PER_TOKEN = [(operator, "deepseek_v4") for operator in OPERATORS if operator != "expand"]
-PER_TOKEN += [("sinkhorn", name) for name in ("paper", "megatron", "mhc_cu", "mhc_triton", "mhc_lite")]
+PER_TOKEN += [("sinkhorn", name) for name in ("paper", "megatron", "mhc_cu", "mhc_triton", "mhc_lite", "projection")]
 TOKENS = 19
 
 

@@ -50,6 +50,17 @@ def test_residual_matrix_is_doubly_stochastic_and_near_the_identity(preset: str,
         assert (res.diagonal(dim1=-2, dim2=-1) > 0.9).all()
 
 
+@pytest.mark.parametrize("preset", ["paper", "deepseek_v4", "mhc_triton"])
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_a_projection_starts_near_the_identity_whatever_it_ignores(preset: str, streams: int) -> None:
+    recipe = Recipe.preset(preset, streams=streams, residual="projection", dynamic=False)
+    _, out = HyperConnection(8, recipe)(Streams(torch.randn(3, streams, 8)))
+    assert out.mix is not None and out.mix.res is not None
+    off_diagonal = 0.05 / max(streams - 1, 1)
+    want = torch.full((streams, streams), off_diagonal).fill_diagonal_(0.95 if streams > 1 else 1.0)
+    torch.testing.assert_close(out.mix.res, want.expand(3, -1, -1), rtol=0, atol=1e-6)
+
+
 @each_preset_and_width
 def test_coefficients_at_step_0(preset: str, streams: int) -> None:
     recipe = Recipe.preset(preset, streams=streams, dynamic=False, post_scale=2.0)

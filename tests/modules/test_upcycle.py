@@ -45,6 +45,13 @@ class TestExactness:
         if preset in ADDS_EPS:
             assert error > 1e-7  # when this fails, say in upcycle.py that it is exact
 
+    @pytest.mark.parametrize("preset", ["paper", "deepseek_v4"])
+    def test_a_projection_misses_nothing(self, preset: str) -> None:
+        """In float64, whatever start, order and eps it has to ignore."""
+        plain, connected, h = make(Recipe.preset(preset, residual="projection"), depth=6)
+        upcycle(connected.double())
+        assert relative_error(connected(h.double()), plain(h.double())) < 1e-12
+
     def test_from_parameters_far_away(self) -> None:
         """Nothing of the connections' earlier values is left."""
         recipe = Recipe.preset("deepseek_v4")

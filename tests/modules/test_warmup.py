@@ -56,7 +56,18 @@ def _step(model: LanguageModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["paper", "paper-static", "deepseek_v4", "deepseek_v41", "deepseek_v41-static", "hy_v4", "mhc_lite", "hc"]
+    "name",
+    [
+        "paper",
+        "paper-static",
+        "deepseek_v4",
+        "deepseek_v41",
+        "deepseek_v41-static",
+        "hy_v4",
+        "mhc_lite",
+        "projection",
+        "hc",
+    ],
 )
 def test_a_training_step_of_every_kind_of_recipe(name: str) -> None:
     model = _language_model(RECIPES[name])

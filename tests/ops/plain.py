@@ -14,6 +14,7 @@ import numpy as np
 from mhckit import Recipe
 
 Array = Any
+LIMIT = 2000  # iterations after which nothing changes, for logits of a few units
 
 
 def sigmoid(x: Array) -> Array:
@@ -61,6 +62,11 @@ def residual(logit: Array, recipe: Recipe) -> Array | None:
         for weight, permutation in zip(weights, itertools.permutations(range(n)), strict=True):
             for row, col in enumerate(permutation):
                 matrix[row, col] += weight
+    elif recipe.residual == "projection":
+        matrix = np.exp(logit.reshape(n, n))
+        for _ in range(LIMIT):
+            matrix = matrix / matrix.sum(0, keepdims=True)
+            matrix = matrix / matrix.sum(1, keepdims=True)
     elif recipe.residual == "free":
         matrix = logit.reshape(n, n)
     else:

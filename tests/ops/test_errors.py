@@ -16,6 +16,7 @@ PAPER = Recipe.preset("paper")
 LEARNED = Recipe.preset("deepseek_v4")
 SHIFTED = Recipe.preset("deepseek_v41")
 IDENTITY = Recipe.preset("hy_v4")
+PROJECTION = Recipe(residual="projection")
 STATIC = Recipe.preset("paper", dynamic=False)
 
 
@@ -38,6 +39,7 @@ WRONG_SHAPES = [
     ("activate", "scale", PAPER, "scale must be [groups] = (3,), got (2,)"),
     ("activate", "bias", PAPER, "bias must be [P] = (24,), got (23,)"),
     ("sinkhorn", "logits", PAPER, "logits must be [..., N, N] = (2, 3, 4, 4), got (2, 3, 4, 3)"),
+    ("sinkhorn", "logits", PROJECTION, "logits must be [..., N, N] = (2, 3, 4, 4), got (2, 3, 4, 3)"),
     ("sinkhorn", "logits", Recipe.preset("mhc_lite"), "logits must be [..., N!] = (2, 3, 24), got (2, 3, 23)"),
     ("coefficients", "phi", PAPER, "phi must be [P, N*C] = (24, 20), got (24, 19)"),
     ("coefficients", "phi", IDENTITY, "phi must be [P, N*C] = (8, 20), got (8, 19)"),

@@ -24,7 +24,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     init = draw(st.sampled_from(list(_INIT_RULES)))
     eps_modes, orders, _ = _INIT_RULES[init]
     eps_mode = draw(st.sampled_from(eps_modes))
-    residual = draw(st.sampled_from(["sinkhorn", "permutation", "identity", "free"]))
+    residual = draw(st.sampled_from(["sinkhorn", "projection", "permutation", "identity", "free"]))
     shifted = draw(st.booleans())
     sigmoids = residual != "free"
     return Recipe(

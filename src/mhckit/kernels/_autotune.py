@@ -62,7 +62,9 @@ def _time(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: 
 def _describe(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> str:
     """What the choice may depend on, the number of tokens not among it."""
     kinds = [str(arg.dtype) if isinstance(arg, torch.Tensor) else str(arg is None) for arg in args]
-    fixed = [f"{name}={value}" for name, value in zip(kernel.arg_names, args, strict=False) if name in ("C", "P", "span")]
+    fixed = [
+        f"{name}={value}" for name, value in zip(kernel.arg_names, args, strict=False) if name in ("C", "P", "span")
+    ]
     rest = [f"{name}={value}" for name, value in constants.items() if name != "STAGES"]
     return " ".join([torch.cuda.get_device_name(), triton.__version__, kernel.__name__, *kinds, *fixed, *rest])
 

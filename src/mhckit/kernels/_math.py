@@ -20,8 +20,8 @@ from ._launch import packed_dz_width, power_of_2
 # Iterations of Sinkhorn before which the backward keeps the matrix in registers. They are unrolled: more take longer to
 # compile and more registers, fewer are run again more often.
 SEGMENT_ITERATIONS = 4
-# The same where a kernel does nothing else, and nothing hides the time that it takes, for up to 4 streams; more of them,
-# and logarithms, take more registers.
+# The same where a kernel does nothing else, and nothing hides the time that it takes, for up to 4 streams; more, and
+# logarithms, take more registers.
 LONG_SEGMENT_ITERATIONS, LONG_SEGMENT_LOG_ITERATIONS = 20, 10
 
 

@@ -301,7 +301,7 @@ def _launched_early(many: bool | None, early: bool) -> dict[str, bool]:
 
 
 def _forms(constants: dict[str, Any]) -> list[dict[str, Any]]:
-    """MANY follows the number of tokens, unless it is None. Triton tells launches apart by the order of options, too."""
+    """MANY follows the number of tokens, unless it is None. For Triton, options in another order are other ones."""
     many, early = constants["MANY"], constants["EARLY"]
     if many is None:
         return [constants]

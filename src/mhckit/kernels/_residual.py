@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ._device import rounded_product
+from ._projection import projection, projection_backward
 
 ROWS = tl.constexpr(2)  # the axis of [tokens, S, S] that is summed
 COLS = tl.constexpr(1)
@@ -19,6 +20,8 @@ def residual_map(logits, valid, MATH: tl.constexpr):
     """R as stored, from logits [tokens, S, S] ([tokens, F] for permutation)."""
     if MATH.residual == "permutation":
         return _permutation(_softmax(logits, valid, 1), MATH)
+    elif MATH.residual == "projection":
+        return projection(logits, valid, MATH.streams)
     elif MATH.residual == "free":
         return logits
     else:
@@ -36,6 +39,8 @@ def residual_map_backward(dmatrix, logits, valid, MATH: tl.constexpr):
         weights = _softmax(logits, valid, 1)
         dweights = _permutation_backward(dmatrix, MATH)
         return weights * (dweights - tl.sum(rounded_product(dweights, weights), 1, keep_dims=True))
+    elif MATH.residual == "projection":
+        return projection_backward(dmatrix, logits, valid, MATH.streams)
     elif MATH.residual == "free":
         return dmatrix
     else:

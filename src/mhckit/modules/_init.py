@@ -60,7 +60,7 @@ def _res_bias(recipe: Recipe) -> list[float]:
     odds = RES_DIAGONAL / (1 - RES_DIAGONAL)
     if recipe.residual == "permutation":  # the first permutation is the identity
         return [math.log(odds * (count - 1)) * entry for entry in _one_hot(count, 0)]
-    if recipe.init == "abs":
+    if recipe.residual == "sinkhorn" and recipe.init == "abs":
         return _matrix(n, RES_DIAGONAL, (1 - RES_DIAGONAL) / (n - 1))
     return _matrix(n, math.log(odds * (n - 1)), 0.0)
 

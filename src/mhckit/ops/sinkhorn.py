@@ -1,12 +1,13 @@
 r"""Sinkhorn: from residual logits L to the matrix H that mixes the streams; every residual map goes through here.
 
     sinkhorn      R = exp(L), softmax(L) + eps or |L| + eps, then rows and columns divided by their sums, in turn
+    projection    what that tends to from exp(L), see _projection.py
     permutation   R = sum_k softmax(L)[k] P_k over the N! permutation matrices P_k
     free          R = L
     H = R if the recipe stores R as [out, in], R^T if as [in, out]
 
-The backward is the derivative of the finite iteration, not of its limit. With A = R dL/dR, the gradient of log R, one
-normalisation R' = R / s has
+The backward of sinkhorn is the derivative of the finite iteration, not of its limit. With A = R dL/dR, the gradient of
+log R, one normalisation R' = R / s has
 
     A[i,j] = A'[i,j] - R'[i,j] sum_k A'[i,k]                (rows; the sum term only where s, not eps, divided)
 
@@ -31,9 +32,8 @@ from mhckit.recipe import Recipe
 
 from ._backend import choose
 from ._check import check_recipe, check_shape, check_tensor
+from ._projection import COLS, ROWS, projection, projection_backward
 from ._register import Operator, accumulator, call_backward, empty, needed, register
-
-ROWS, COLS = 1, 0  # the axis of [S, S, T] that is summed
 
 
 def sinkhorn_reference(logits: Tensor, recipe: Recipe) -> Tensor:
@@ -43,6 +43,8 @@ def sinkhorn_reference(logits: Tensor, recipe: Recipe) -> Tensor:
         matrix = (logits.softmax(-1) @ permutation_matrices(logits, recipe.streams).flatten(1)).unflatten(
             -1, (recipe.streams, recipe.streams)
         )
+    elif recipe.residual == "projection":
+        matrix = _tokens_first(projection(_tokens_last(logits)))
     elif recipe.residual == "free":
         matrix = logits.clone()
     else:
@@ -59,6 +61,8 @@ def sinkhorn_backward(dh_TOI: Tensor, logits: Tensor, recipe: Recipe) -> Tensor:
     if recipe.residual == "permutation":
         dweights_TF = dmatrix.flatten(-2) @ permutation_matrices(logits, recipe.streams).flatten(1).mT
         return _softmax_backward(dweights_TF, logits.softmax(-1), -1)
+    if recipe.residual == "projection":
+        return _tokens_first(projection_backward(_tokens_last(dmatrix), projection(_tokens_last(logits))))
     return _tokens_first(_iterate_backward(_tokens_last(dmatrix), _tokens_last(logits), recipe))
 
 
