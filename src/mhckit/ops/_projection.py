@@ -46,9 +46,9 @@ START = 6.0  # how far apart entries of s L are at the s that is begun with
 REACH = 2048.0
 # FOLLOW_STEPS + FOLLOW_STEPS_PER_STREAM N steps of s, then POLISH_STEPS on the matrix. The largest error of a sum among
 # 20000 random matrices in float32, for logits of std 3, 10, 30, 100 and 1000:
-#     N = 4   16 and 4 steps   4e-7  4e-7  4e-7  4e-7  5e-7      N = 8   24 and 4 steps   7e-7  7e-7  5e-7  4e-7  8e-7
-#             16 and 3         4e-7  4e-7  4e-7  5e-7  1e-6              20 and 4         7e-7  7e-7  6e-7  2e-6  1e-6
-#             12 and 4         4e-7  4e-7  4e-7  2e-6  1e-5              16 and 4         7e-7  6e-7  5e-7  5e-5  1e-5
+#     N = 4   16 and 4 steps   2e-7  3e-7  2e-7  4e-7  4e-7      N = 8   24 and 4 steps   4e-7  4e-7  2e-7  2e-7  4e-7
+#             16 and 3         2e-7  2e-7  2e-7  5e-7  1e-6              20 and 4         4e-7  4e-7  4e-7  3e-6  1e-6
+#             12 and 4         2e-7  2e-7  4e-7  2e-6  1e-5              16 and 4         3e-7  4e-7  4e-7  5e-5  1e-5
 FOLLOW_STEPS, FOLLOW_STEPS_PER_STREAM, POLISH_STEPS = 8, 2, 4
 LONGEST_STEP = 2.0  # of a potential beside its neighbours': Newton's method overshoots where a column is nearly empty
 NOISE = 2.0  # what rounding does to the sum of a column, in last bits of 1
