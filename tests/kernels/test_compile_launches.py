@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 CODE = """
+import gc
+import sys
 import threading
 
 import torch, triton
@@ -24,8 +26,15 @@ def run():
     mhckit.expand(torch.zeros(3, 64, requires_grad=True), 4).sum().backward()
 
 
-heard = []
-knobs.compilation.listener = lambda **facts: heard.append(facts["cache_hit"])
+heard, collects = [], []
+
+
+def listen(**facts):
+    heard.append(facts["cache_hit"])
+    collects.append(gc.isenabled())
+
+
+knobs.compilation.listener = listen
 with mhckit.backend("triton"):
     launches = _warmup.recorded(run)
 kernels = {launch.kernel for launch in launches}
@@ -34,6 +43,7 @@ assert [launch.kernel.__name__ for launch in launches] == ["broadcast_kernel", "
 assert _warmup.compile_launches([*launches, *launches], CPU, 2) == (2, 2, 0)
 assert len(launched_from) == 2 and threading.get_ident() not in launched_from
 assert heard == [False, False], "whoever listened before still does"
+assert gc.isenabled() and collects == [sys.version_info[:2] != (3, 11)] * 2, "a collection breaks 3.11's ast.parse"
 for kernel, grid, args, constants in launches:
     ready = kernel.warmup(*args, grid=grid, **constants)
     assert ready.function == "function" and isinstance(ready.run, Launcher), "loaded, not only compiled"
@@ -55,7 +65,7 @@ try:
     _warmup.compile_launches([bad], CPU)
     raise SystemExit("an error was lost")
 except triton.CompilationError:
-    assert _async_compile.active_mode.get() is None
+    assert _async_compile.active_mode.get() is None and gc.isenabled()
 
 Driver.most_threads = 32
 for kernel in kernels:

@@ -88,10 +88,12 @@ def _run(call: Call) -> tuple[tuple[Tensor, ...], dict[str, Tensor | None]]:
 
 @given(calls(), st.sampled_from(["offset", "sliced", "permuted"]))
 def test_layout_does_not_matter(call: Call, kind: str) -> None:
+    """But for rounding: a CPU's matrix products may add in another order where memory is aligned otherwise."""
     restrided = call.to(lambda tensor: _restride(tensor, kind))
     for got, want in zip(restrided(), call(), strict=True):
         assert got.is_contiguous()
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        precision = _precision(call, got)
+        torch.testing.assert_close(got, want, rtol=4 * precision, atol=4 * precision * _size(want))
 
 
 @given(calls())
@@ -99,11 +101,9 @@ def test_finite_and_close_to_float64(call: Call) -> None:
     """Any dtype against float64 on the same values; bounds by the dtype's own precision."""
     outputs, gradients = _run(call)
     exact_outputs, exact_gradients = _run(call.to(torch.Tensor.double))
-    # y of a junction is rounded before it is read again: its dtype bounds everything computed from it.
-    low = min((t.dtype for t in call.tensors.values()), key=lambda dtype: -torch.finfo(dtype).eps)
     for got, want in zip(outputs, exact_outputs, strict=True):
         assert got.isfinite().all()
-        precision = torch.finfo(low if call.operator == "junction" else got.dtype).eps
+        precision = _precision(call, got)
         torch.testing.assert_close(got.double(), want, rtol=40 * precision, atol=40 * precision * _size(want))
     for name, got in gradients.items():
         want = exact_gradients[name]
@@ -111,9 +111,18 @@ def test_finite_and_close_to_float64(call: Call) -> None:
         if got is not None and want is not None:
             assert got.dtype == call.tensors[name].dtype
             difference = _size(got.double() - want)
-            assert difference <= 100 * torch.finfo(low).eps * max(
+            assert difference <= 100 * _lowest_precision(call) * max(
                 _size(g) for g in exact_gradients.values() if g is not None
             ), name
+
+
+def _precision(call: Call, output: Tensor) -> float:
+    """y of a junction is rounded before it is read again: its dtype bounds everything computed from it."""
+    return _lowest_precision(call) if call.operator == "junction" else torch.finfo(output.dtype).eps
+
+
+def _lowest_precision(call: Call) -> float:
+    return max(torch.finfo(tensor.dtype).eps for tensor in call.tensors.values())
 
 
 def _size(tensor: Tensor) -> float:

@@ -8,7 +8,9 @@ assembler and the C compiler that builds a kernel's launcher work side by side, 
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -104,6 +106,7 @@ def compile_launches(launches: Iterable[Launch], device: torch.device, workers: 
     count = min(multiprocessing.cpu_count(), MAX_WORKERS) if workers is None else workers
     with (
         torch.cuda.device(device),
+        _parsing_in_threads(),
         _cache_hits() as hits,
         _Compilers(count, device) as compilers,
         AsyncCompileMode(compilers, ignore_errors=True) as mode,  # where it raises itself, it stays active
@@ -131,6 +134,22 @@ class _Compilers(ThreadPoolExecutor):
         with torch.cuda.device(self._device):
             _loaded = kernel.run
         return kernel
+
+
+@contextlib.contextmanager
+def _parsing_in_threads() -> Iterator[None]:
+    """Lets threads parse sources at once in Python 3.11, which counts how deep a syntax tree is for all of them
+    together: where a collection runs finalizers inside ast.parse, another thread may take over, and the count is off
+    (SystemError: AST constructor recursion depth mismatch). Other versions do not collect there, or do not count.
+    """
+    pauses = sys.version_info[:2] == (3, 11) and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
 
 
 def _candidates(launches: Iterable[Launch]) -> Iterator[Launch]:
