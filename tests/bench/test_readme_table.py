@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import sample
+from typer.testing import CliRunner
 
 from mhckit.bench.readme import (
     BEGIN,
@@ -20,6 +22,7 @@ from mhckit.bench.readme import (
     with_trace,
 )
 from mhckit.bench.results import Line, append_lines
+from mhckit.cli import app
 
 ROOT = Path(__file__).parents[2]
 README = f"before\n{BEGIN}\nstale\n{END}\nafter\n"
@@ -43,8 +46,25 @@ def test_the_trace_of_the_first_case(tmp_path: Path) -> None:
     assert "| `a_kernel` | 2.2 |" in written and "| sum | 3.2 |" in written and "b_kernel" not in written
 
 
-def test_without_results_it_says_so(tmp_path: Path) -> None:
-    assert with_results(README, tmp_path / "none.jsonl") == f"before\n{BEGIN}\n{NOTHING}\n{END}\nafter\n"
+def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    append_lines(results, [line for line in sample.lines() if line["kind"] != "trace"])
+    assert with_trace(f"{TRACE_BEGIN}\n{TRACE_END}", results) == f"{TRACE_BEGIN}\n{NOTHING}\n{TRACE_END}"
+
+
+@pytest.mark.parametrize("missing", ["--results", "--steps"])
+def test_a_missing_file_changes_nothing(missing: str, tmp_path: Path) -> None:
+    pages = {option: tmp_path / f"{option[2:]}.md" for option in ("--path", "--page", "--costs")}
+    marks = ((BEGIN, END), (TRACE_BEGIN, TRACE_END), (COST_BEGIN, COST_END))
+    for (begin, end), page in zip(marks, pages.values(), strict=True):
+        page.write_text(f"{begin}\nas it was\n{end}\n")
+    before = [page.read_text() for page in pages.values()]
+    results = ROOT / "benchmarks/results"
+    files = {"--results": results / "junction.jsonl", "--steps": results / "training.jsonl"}
+    files[missing] = tmp_path / "none.jsonl"
+    done = CliRunner().invoke(app, ["bench", "readme", *map(str, chain(*pages.items(), *files.items()))])
+    assert done.exit_code == 1 and "no such file" in done.output and "none.jsonl" in done.output.replace("\n", "")
+    assert [page.read_text() for page in pages.values()] == before
 
 
 def test_results_of_the_newest_commit(tmp_path: Path) -> None:
@@ -99,9 +119,9 @@ def test_the_recipe_is_that_of_the_run(tmp_path: Path) -> None:
     assert "recipe `deepseek_v4`, 4 streams" in with_results(README, results)
 
 
-def test_one_block_is_needed(tmp_path: Path) -> None:
+def test_one_block_is_needed() -> None:
     with pytest.raises(ValueError, match=r"one block between .* found 0"):
-        with_results("no block", tmp_path / "none.jsonl")
+        with_results("no block", ROOT / "benchmarks/results/junction.jsonl")
 
 
 def _step(variant: str, milliseconds: float, **more: object) -> Line:

@@ -95,6 +95,16 @@ def test_matrices_that_are_hard(streams: int) -> None:
         assert (dlogits - exact_dlogits).abs().max() < 1e-6 * dh.abs().max(), name
 
 
+@pytest.mark.parametrize("streams", [3, 4])
+def test_large_logits_of_soft_matrices(streams: int) -> None:
+    """Potentials are large there, and their rounding would show."""
+    logits, recipe = _random(streams, 60.0, count=8192), _recipe(streams)
+    softest = sinkhorn_reference(logits, recipe).amax((1, 2)).topk(64, largest=False).indices
+    exact = sinkhorn_reference(logits[softest], recipe)
+    assert exact.max() < 0.9
+    assert (sinkhorn_reference(logits[softest].float(), recipe) - exact).abs().max() < 2e-7
+
+
 @each_width
 def test_any_finite_logits(streams: int) -> None:
     h, dlogits, dh = _both_ways(_beyond_reach(streams), _recipe(streams))

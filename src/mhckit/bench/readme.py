@@ -17,19 +17,19 @@ NOTHING = "No results committed yet."
 
 def with_results(readme: str, results: Path) -> str:
     """The README with its block of results as the file of results has them."""
-    block = results_block(read_lines(results)) if results.exists() else NOTHING
+    block = results_block(read_lines(results))
     return _with_block(readme, BEGIN, END, block)
 
 
 def with_trace(page: str, results: Path) -> str:
     """A page with its block as the profiler's trace of one step has it."""
-    block = trace_block(newest(read_lines(results), "trace")) if results.exists() else NOTHING
+    block = trace_block(newest(read_lines(results), "trace"))
     return _with_block(page, TRACE_BEGIN, TRACE_END, block)
 
 
 def with_costs(page: str, results: Path) -> str:
     """A page with its block as the measured training steps have it."""
-    block = cost_block(read_lines(results)) if results.exists() else NOTHING
+    block = cost_block(read_lines(results))
     return _with_block(page, COST_BEGIN, COST_END, block)
 
 

@@ -136,9 +136,13 @@ def readme(
     """Write the results in the README and in docs/ anew from the committed measurements."""
     from mhckit.bench.readme import with_costs, with_results, with_trace
 
-    path.write_text(with_results(path.read_text(), results))
-    page.write_text(with_trace(page.read_text(), results))
-    costs.write_text(with_costs(costs.read_text(), steps))
+    written = {
+        path: with_results(path.read_text(), results),
+        page: with_trace(page.read_text(), results),
+        costs: with_costs(costs.read_text(), steps),
+    }
+    for file, text in written.items():
+        file.write_text(text)
 
 
 @bench.command(epilog=examples("mhckit bench committed --results benchmarks/results/junction.jsonl"))
