@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hostile import Bomb, describe_otherwise, sign
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import SHAPE, healthy, snapshot
@@ -22,7 +23,7 @@ from mhckit.inspect.open import open_source
 from mhckit.models import LanguageModel, ModelConfig
 from mhckit.train import TrainConfig, Trainer
 from mhckit.train.checkpoint import export_safetensors, save
-from mhckit.train.manifest import MANIFEST, Manifest, _digest, describe
+from mhckit.train.manifest import MANIFEST, _digest
 
 STEPS = 2
 
@@ -208,30 +209,9 @@ def test_a_damaged_checkpoint(run: Path, checkpoint: Path) -> None:
     assert snapshot(run) == before
 
 
-class _Bomb:
-    """Unpickled, it would make a file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.file,)
-
-
-def _sign(checkpoint: Path) -> None:
-    """Whoever changes a checkpoint can also write the manifest that fits it."""
-    manifest = Manifest.read(checkpoint)
-    files = {name: describe(checkpoint / name) for name in manifest.files}
-    Manifest(manifest.step, manifest.world, manifest.config, files).write(checkpoint)
-
-
 def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(run: Path, checkpoint: Path, tmp_path: Path) -> None:
     made = tmp_path / "made by the pickle"
-    with (checkpoint / ".metadata").open("rb") as file:
-        description = pickle.load(file)  # one that was written here
-    description.planner_data = _Bomb(made)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(description))
-    _sign(checkpoint)
+    describe_otherwise(checkpoint, lambda description: setattr(description, "planner_data", Bomb(made)))
     with pytest.raises(ValueError, match=r"was refused, and nothing of it was run: it names pathlib\.\w+"):
         look(run)
     assert not made.exists()
@@ -243,27 +223,24 @@ def test_pickled_weights_inside_a_checkpoint_are_refused(run: Path, checkpoint: 
     """The description says where a tensor lies; there, instead of the tensor, lies a pickle of something else."""
     made = tmp_path / "made by the pickle"
     (data,) = checkpoint.glob("*.distcp")
-    with (checkpoint / ".metadata").open("rb") as file:
-        description = pickle.load(file)
-    torch.save(_Bomb(made), tmp_path / "bomb")
-    bomb = (tmp_path / "bomb").read_bytes()
-    for info in description.storage_data.values():
-        info.offset, info.length = 0, len(bomb)
-    data.write_bytes(bomb)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(description))
-    _sign(checkpoint)
+    torch.save(Bomb(made), data)
+
+    def everything_is_there(description: Any) -> None:
+        for info in description.storage_data.values():
+            info.offset, info.length = 0, data.stat().st_size
+
+    describe_otherwise(checkpoint, everything_is_there)
     with pytest.raises(ValueError, match="could not be read"):
         look(run)
     assert not made.exists()
 
 
 def test_a_description_cannot_reach_for_other_files(run: Path, checkpoint: Path) -> None:
-    with (checkpoint / ".metadata").open("rb") as file:
-        description = pickle.load(file)
-    for info in description.storage_data.values():
-        info.relative_path = "../../config.yaml"
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(description))
-    _sign(checkpoint)
+    def elsewhere(description: Any) -> None:
+        for info in description.storage_data.values():
+            info.relative_path = "../../config.yaml"
+
+    describe_otherwise(checkpoint, elsewhere)
     with pytest.raises(ValueError, match="describes something else than this checkpoint"):
         look(run)
 
@@ -281,7 +258,7 @@ def test_a_description_cannot_reach_for_other_files(run: Path, checkpoint: Path)
 def test_a_description_cannot_change_what_it_names(checkpoint: Path, named: bytes) -> None:
     """BUILD with a pair sets attributes, of a class too; and the whole process would have the class."""
     (checkpoint / ".metadata").write_bytes(b"\x80\x02" + named + b"N}X\x06\x00\x00\x00hijackK\x01s\x86b.")
-    _sign(checkpoint)
+    sign(checkpoint)
     with pytest.raises(ValueError, match="was refused, and nothing of it was run: it changes"):
         look(checkpoint)
     changed = [metadata.MetadataIndex, metadata.StorageMeta, *metadata._MEM_FORMAT_ENCODING, PurePath]
@@ -308,7 +285,7 @@ def _without_half(facts: Any) -> None:
         (lambda facts: facts.chunks.clear(), r"of the \d+ values of model\.\S+, 0 are there"),
         (_without_half, r"of the \d+ values of model\.\S+, \d+ are there"),
         (lambda facts: setattr(facts, "size", torch.Size([10**15, 1000])), "of the 10{18} values of"),
-        (lambda facts: setattr(facts, "size", "three"), "could not be read"),
+        (lambda facts: setattr(facts, "size", "three"), "was refused"),
         (lambda facts: setattr(facts, "properties", None), "could not be read"),
     ],
 )
@@ -316,11 +293,7 @@ def test_a_description_of_tensors_that_are_not_there(
     checkpoint: Path, change: Callable[[Any], None], message: str
 ) -> None:
     """Where nothing is read, no memory may be shown that held something else before."""
-    with (checkpoint / ".metadata").open("rb") as file:
-        description = pickle.load(file)
-    _every_tensor(change)(description)
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(description))
-    _sign(checkpoint)
+    describe_otherwise(checkpoint, _every_tensor(change))
     with pytest.raises(ValueError, match=message):
         look(checkpoint)
 
@@ -354,7 +327,7 @@ def test_a_manifest_that_is_too_deep_to_read(checkpoint: Path) -> None:
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"no pickle"), lambda path: path.write_bytes(b"")])
 def test_a_description_that_is_no_pickle(checkpoint: Path, damage: Callable[[Path], None]) -> None:
     damage(checkpoint / ".metadata")
-    _sign(checkpoint)
+    sign(checkpoint)
     with pytest.raises(ValueError, match="was refused"):
         look(checkpoint)
 

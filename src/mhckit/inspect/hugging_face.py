@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .source import Source, in_one_line
+from mhckit.train.errors import in_one_line
+
+from .source import Source
 
 TOKENIZER = "tokenizer.json"
 SHOWN_WEIGHTS = 3

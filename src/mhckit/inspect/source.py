@@ -46,9 +46,3 @@ def pick_device(wanted: Device) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, and torch.cuda.is_available() is False")
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def in_one_line(error: BaseException) -> str:
-    """What an exception of another library says, without its line breaks and its length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

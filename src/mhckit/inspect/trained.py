@@ -13,10 +13,11 @@ from torch.nn import functional
 from mhckit.models import LanguageModel, ModelConfig
 from mhckit.models.loss import IGNORED
 from mhckit.train.config import TrainConfig
+from mhckit.train.errors import in_one_line
 from mhckit.train.manifest import MANIFEST, Manifest
 from mhckit.train.presets import load_config
 
-from .source import Kind, Source, in_one_line
+from .source import Kind, Source
 
 CONFIG, CHECKPOINTS = "config.yaml", "checkpoints"
 
@@ -64,7 +65,7 @@ def open_export(file: Path, config: Path | None, device: torch.device) -> Source
 
 
 def _open_step(folder: Path, config: TrainConfig | None, kind: Kind, device: torch.device) -> Source:
-    from .weights import read_weights
+    from mhckit.train.weights import read_weights
 
     weights, manifest = read_weights(folder)
     shape = config.model if config is not None else _shape_of(manifest, folder)

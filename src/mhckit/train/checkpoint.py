@@ -68,7 +68,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer, *, config: di
 
     Raises ValueError for one that is incomplete, corrupt or of another config: every file is read and compared with its
     digest first. With another number of processes than wrote it, the random generators of additional ones stay as they
-    are. As with any checkpoint of torch, load only what you trust: it may hold pickled objects.
+    are. Nothing in a checkpoint is run: what is not plain data is refused (`description`).
     """
     path = Path(path)
     rank, world = rank_and_world()
@@ -80,7 +80,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Optimizer, *, config: di
         return manifest
 
     manifest = on_every_rank(examine)[rank]
-    read_state(path, model, optimizer)
+    read_state(path, manifest.files, model, optimizer)
     return manifest.step
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from .atomic import written_whole
-from .manifest import Manifest, as_json
-from .state import MODEL, empty_weights, read_into
+from .manifest import as_json
 from .together import on_first_rank
+from .weights import read_weights
 
 
 def export_safetensors(
@@ -42,10 +42,7 @@ def export_safetensors(
 
 
 def _export_checkpoint(path: Path, file: Path, config: dict[str, Any] | None) -> None:
-    manifest = Manifest.read(path)
-    manifest.verify(path, manifest.files)
-    weights = empty_weights(path)
-    read_into(path, {MODEL: weights}, alone=True)
+    weights, manifest = read_weights(path)
     of_model: dict[str, Any] = manifest.config.get("model", manifest.config)
     _write(weights, file, of_model if config is None else config, {"step": str(manifest.step)})
 

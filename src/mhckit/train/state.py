@@ -10,7 +10,7 @@ processes wrote, another reads.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from .description import PlainPlanner, PlainReader
 from .together import rank_and_world
 
 MODEL, OPTIMIZER, STATE, GROUPS, RNG = "model", "optimizer", "state", "param_groups", "rng"
@@ -55,9 +56,12 @@ def own_files(folder: Path) -> list[Path]:
     return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
 
 
-def read_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Everything from the folder. Raises ValueError, before anything changes, for weights of other names or shapes."""
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+def read_state(folder: Path, files: Collection[str], model: nn.Module, optimizer: Optimizer) -> None:
+    """Everything from these files of the folder. Raises ValueError, before anything changes, for weights of other names
+    or shapes.
+    """
+    reader = PlainReader(folder, files)
+    stored = reader.read_metadata().state_dict_metadata
     weights = get_model_state_dict(model)
     _check_names(folder, "weights", {f"{MODEL}.{name}" for name in weights}, {n for n in stored if _is_in(MODEL, n)})
     _check_shapes(folder, weights, stored)
@@ -71,30 +75,20 @@ def read_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     generators = {kind: s for kind, s in _generator_states(model).items() if f"{RNG}.{rank}.{kind}" in stored}
     if generators:
         state[RNG] = {str(rank): generators}
-    read_into(folder, state)
+    _read_into(folder, state, reader)
     set_model_state_dict(model, weights)
     if has_optimizer:
         _set_optimizer(folder, model, optimizer, state[OPTIMIZER])
     _set_generators(model, generators)
 
 
-def read_into(folder: Path, state: dict[str, Any], *, alone: bool = False) -> None:
-    """Fill the tensors of a state dict; ``alone`` where the other processes do not take part."""
+def _read_into(folder: Path, state: dict[str, Any], reader: PlainReader) -> None:
+    """Fill the tensors of a state dict."""
     try:
         with _quiet():
-            state_dict_loader.load(state, storage_reader=FileSystemReader(folder), no_dist=alone)
+            state_dict_loader.load(state, storage_reader=reader, planner=PlainPlanner())
     except CheckpointException as error:
         raise ValueError(f"{folder} could not be loaded: {error}") from error
-
-
-def empty_weights(folder: Path) -> dict[str, Tensor]:
-    """Tensors of the names, shapes and dtypes of the weights in a checkpoint, to read into."""
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    return {
-        name.removeprefix(f"{MODEL}."): torch.empty(facts.size, dtype=facts.properties.dtype)
-        for name, facts in stored.items()
-        if _is_in(MODEL, name) and isinstance(facts, TensorStorageMetadata)
-    }
 
 
 def _prepare_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, stored: dict[str, Any]) -> dict[str, Any]:

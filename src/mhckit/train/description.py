@@ -1,8 +1,8 @@
-"""The weights of a checkpoint that is not trusted.
+"""What a checkpoint holds, read as plain data: loading one runs no code that whoever wrote it put there.
 
-A checkpoint of torch.distributed.checkpoint describes itself in a pickle, .metadata, and unpickling may run any code
-that whoever wrote it put there. Here it may name the few classes that such a description consists of, and nothing else.
-Tensors are read by torch.load(weights_only=True), pickled objects (the optimizer's options) not at all.
+A checkpoint of torch.distributed.checkpoint describes itself in a pickle, .metadata, and keeps what is no tensor (the
+optimizer's options) in pickles, too; and unpickling may run anything. Here a description may name the few classes that
+it consists of, and everything else is what torch.load(weights_only=True) takes.
 """
 
 from __future__ import annotations
@@ -11,21 +11,16 @@ import dataclasses
 import io
 import math
 import pickle
-import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
-from mhckit.train.manifest import Manifest
-from mhckit.train.state import MODEL
-
-from .source import in_one_line
+from .errors import in_one_line
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
@@ -41,35 +36,6 @@ _CLASSES = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
 }
-_MISSHAPEN = (TypeError, AttributeError, OverflowError)
-
-
-def read_weights(folder: Path) -> tuple[dict[str, Tensor], Manifest]:
-    """The model's weights by name, on the CPU. Raises ValueError for what is incomplete, corrupt, or not plain data."""
-    manifest = Manifest.read(folder)
-    manifest.verify(folder, manifest.files)
-    reader = _Reader(folder, manifest)
-    stored = reader.read_metadata().state_dict_metadata
-    try:
-        weights = {
-            name: _room_for(name, facts)
-            for name, facts in stored.items()
-            if name.startswith(f"{MODEL}.") and isinstance(facts, metadata.TensorStorageMetadata)
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-            state_dict_loader.load(weights, storage_reader=reader, planner=_TensorsAlone(), no_dist=True)
-    except (CheckpointException, pickle.UnpicklingError, RuntimeError, LookupError, ValueError, *_MISSHAPEN) as error:
-        raise ValueError(f"{folder} could not be read: {in_one_line(error)}") from error
-    return {name.removeprefix(f"{MODEL}."): weight for name, weight in weights.items()}, manifest
-
-
-def _room_for(name: str, facts: metadata.TensorStorageMetadata) -> Tensor:
-    """What no chunk is for would stay as it is: zeros, not what was in the memory before."""
-    described = sum(math.prod(chunk.sizes) for chunk in facts.chunks)
-    if described != math.prod(facts.size):
-        raise ValueError(f"of the {math.prod(facts.size)} values of {name}, {described} are there")
-    return torch.zeros(facts.size, dtype=facts.properties.dtype)
 
 
 class _Description(pickle._Unpickler):
@@ -97,12 +63,12 @@ class _Description(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of a checkpoint does")
 
 
-class _Reader(filesystem.FileSystemReader):
-    """Reads files that the manifest lists, described by plain data."""
+class PlainReader(filesystem.FileSystemReader):
+    """Reads these files of a folder alone, those that its manifest lists, described by plain data."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, files: Collection[str]) -> None:
         super().__init__(folder)
-        self._folder, self._files = folder, manifest.files
+        self._folder, self._files = folder, frozenset(files)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         path = self._folder / ".metadata"
@@ -113,14 +79,36 @@ class _Reader(filesystem.FileSystemReader):
             files = {info.relative_path for info in description.storage_data.values()}
             described = description.state_dict_metadata.items()
             plain = isinstance(description, metadata.Metadata) and all(isinstance(name, str) for name, _ in described)
+            missing = next((words for name, facts in described if (words := _missing(name, facts))), None)
         except Exception as error:  # a hostile pickle may raise anything
             raise ValueError(f"{path} was refused, and nothing of it was run: {in_one_line(error)}") from error
-        if not plain or not files <= self._files.keys():
+        if not plain or not files <= self._files:
             raise ValueError(f"{path} was refused: it describes something else than this checkpoint")
+        if missing is not None:
+            raise ValueError(f"{path} was refused: {missing}")
         description.storage_meta = metadata.StorageMeta()
         return description
 
 
-class _TensorsAlone(DefaultLoadPlanner):
+def _missing(name: str, facts: object) -> str | None:
+    """What no chunk is for would not be read, and stay as it is."""
+    if not isinstance(facts, metadata.TensorStorageMetadata):
+        return None
+    wanted, described = math.prod(facts.size), sum(math.prod(chunk.sizes) for chunk in facts.chunks)
+    return None if wanted == described else f"of the {wanted} values of {name}, {described} are there"
+
+
+class PlainPlanner(DefaultLoadPlanner):
+    """Loads objects that are plain data, and no others."""
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is a pickled object, and a tensor was expected")
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            name = read_item.dest_index.fqn
+            raise ValueError(
+                f"{name} was refused, and nothing of it was run; torch.serialization.add_safe_globals allows the "
+                f"classes of options that are your own: {in_one_line(error)}"
+            ) from error
+        value.seek(0)
+        super().load_bytes(read_item, value)
