@@ -52,7 +52,7 @@ class Recipe:
     Attributes:
         streams: N, the number of parallel residual streams.
         residual: how logits become the matrix that mixes the streams. ``"sinkhorn"``: doubly stochastic by finite
-            iteration; ``"projection"``: what that iteration tends to, doubly stochastic to rounding;
+            iteration; ``"projection"``: what that iteration tends to, doubly stochastic within 1e-6;
             ``"permutation"``: a convex combination of the N! permutation matrices (mHC-lite, N <= 5);
             ``"identity"``: streams are not mixed (Hy-V4); ``"free"``: unconstrained, the original HC.
         init, order, iterations, eps, eps_mode: of ``residual="sinkhorn"`` alone; the other maps ignore them.

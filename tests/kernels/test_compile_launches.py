@@ -43,7 +43,8 @@ assert [launch.kernel.__name__ for launch in launches] == ["broadcast_kernel", "
 assert _warmup.compile_launches([*launches, *launches], CPU, 2) == (2, 2, 0)
 assert len(launched_from) == 2 and threading.get_ident() not in launched_from
 assert heard == [False, False], "whoever listened before still does"
-assert gc.isenabled() and collects == [sys.version_info[:2] != (3, 11)] * 2, "a collection breaks 3.11's ast.parse"
+breaks = (3, 11) <= sys.version_info < (3, 11, 8)
+assert gc.isenabled() and collects == [not breaks] * 2, "a collection breaks ast.parse"
 for kernel, grid, args, constants in launches:
     ready = kernel.warmup(*args, grid=grid, **constants)
     assert ready.function == "function" and isinstance(ready.run, Launcher), "loaded, not only compiled"

@@ -105,6 +105,28 @@ def test_large_logits_of_soft_matrices(streams: int) -> None:
     assert (sinkhorn_reference(logits[softest].float(), recipe) - exact).abs().max() < 2e-7
 
 
+def test_many_steps_away() -> None:
+    """With fewer steps, off by 2e-6."""
+    logits = torch.tensor(
+        [
+            [-358.8146, 647.1005, 192.7735, 559.9070, 372.5426],
+            [37.6976, -76.0009, -529.1767, -565.7838, -27.2950],
+            [-675.0172, -74.6929, -337.4859, 349.3526, 255.3945],
+            [80.3726, -489.0396, -152.8963, -617.1966, 264.5261],
+            [-311.8216, -384.6711, 300.0702, 89.0647, 418.0855],
+        ]
+    )
+    assert (_sum_errors(sinkhorn_reference(logits[None], _recipe(5))) < SUMS).all()
+    assert (_sum_errors(sinkhorn_reference(logits[None].double(), _recipe(5))) < 1e-7).all()
+
+
+def test_what_rounding_adds_to_all_rows_is_shared() -> None:
+    """The last column would have it all, 7e-7."""
+    index = torch.arange(8.0)
+    logits = 600 / 8 * index[:, None] * index + torch.randn(64, 8, 8, generator=torch.Generator().manual_seed(8))
+    assert (_sum_errors(sinkhorn_reference(logits, _recipe(8))) < 5e-7).all()
+
+
 @each_width
 def test_any_finite_logits(streams: int) -> None:
     h, dlogits, dh = _both_ways(_beyond_reach(streams), _recipe(streams))

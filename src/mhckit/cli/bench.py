@@ -135,14 +135,13 @@ def readme(
 ) -> None:
     """Write the results in the README and in docs/ anew from the committed measurements."""
     from mhckit.bench.readme import with_costs, with_results, with_trace
+    from mhckit.bench.results import read_lines
 
-    written = {
-        path: with_results(path.read_text(), results),
-        page: with_trace(page.read_text(), results),
-        costs: with_costs(costs.read_text(), steps),
-    }
-    for file, text in written.items():
-        file.write_text(text)
+    for measured in (results, steps):
+        read_lines(measured)  # raises before anything is written
+    path.write_text(with_results(path.read_text(), results))
+    page.write_text(with_trace(page.read_text(), results))
+    costs.write_text(with_costs(costs.read_text(), steps))
 
 
 @bench.command(epilog=examples("mhckit bench committed --results benchmarks/results/junction.jsonl"))

@@ -123,14 +123,14 @@ def _existing(column, OTHER: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _moved_to_zero(logits, valid, N: tl.constexpr):
-    """The logits less the largest of each row, column and row again, and what rounding took away from that; both are
+    """The logits less the largest of each row, then of each column, and what rounding took away from that; both are
     [tokens, S, S], and 0 where not valid.
     """
     log = tl.where(logits > LARGEST_LOGIT, LARGEST_LOGIT, logits)
     log = tl.where(log < -LARGEST_LOGIT, -LARGEST_LOGIT, log)
     lost = tl.zeros_like(log)
-    for step in tl.static_range(3):
-        largest = tl.max(tl.where(valid, log, -4 * LARGEST_LOGIT), 1 if step == 1 else 2, keep_dims=True)
+    for step in tl.static_range(2):
+        largest = tl.max(tl.where(valid, log, -4 * LARGEST_LOGIT), 2 - step, keep_dims=True)
         log, lost = _subtract(log, lost, largest)
     LOWEST: tl.constexpr = -REACH / N
     lost = tl.where(valid & (log > LOWEST), tl.clamp(lost, -1.0, 1.0), 0.0)

@@ -49,7 +49,7 @@ class Counts(NamedTuple):
     loaded: int
 
 
-# An observer is one for the whole process.
+# An observer, a listener and the garbage collector are one for the whole process.
 _one_at_a_time = threading.Lock()
 
 
@@ -100,6 +100,11 @@ class _Operators(TorchDispatchMode):
 
 def compile_launches(launches: Iterable[Launch], device: torch.device, workers: int | None = None) -> Counts:
     """Compile and load on the device what these launches need; raises what the first kernel that fails raises."""
+    with _one_at_a_time:
+        return _compile_launches(launches, device, workers)
+
+
+def _compile_launches(launches: Iterable[Launch], device: torch.device, workers: int | None) -> Counts:
     tunes = _autotune.is_enabled()
     # The more tensors, the longer it takes, about: what takes longest is to begin first.
     wanted = sorted(_candidates(launches) if tunes else launches, key=lambda launch: -launch.tensors)
@@ -138,11 +143,11 @@ class _Compilers(ThreadPoolExecutor):
 
 @contextlib.contextmanager
 def _parsing_in_threads() -> Iterator[None]:
-    """Lets threads parse sources at once in Python 3.11, which counts how deep a syntax tree is for all of them
-    together: where a collection runs finalizers inside ast.parse, another thread may take over, and the count is off
-    (SystemError: AST constructor recursion depth mismatch). Other versions do not collect there, or do not count.
+    """Lets threads parse sources at once in Python 3.11, which until 3.11.8 counts how deep a syntax tree is for all of
+    them together: where a collection runs finalizers inside ast.parse, another thread may take over, and the count is
+    off (SystemError: AST constructor recursion depth mismatch, gh-106905). Other versions do not collect there.
     """
-    pauses = sys.version_info[:2] == (3, 11) and gc.isenabled()
+    pauses = (3, 11) <= sys.version_info < (3, 11, 8) and gc.isenabled()
     if pauses:
         gc.disable()
     try:

@@ -11,12 +11,15 @@ import dataclasses
 import io
 import math
 import pickle
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -91,11 +94,33 @@ class PlainReader(filesystem.FileSystemReader):
 
 
 def _missing(name: str, facts: object) -> str | None:
-    """What no chunk is for would not be read, and stay as it is."""
+    """What no chunk is for would not be read, and stay as it is: there must be as many values as the tensor has."""
     if not isinstance(facts, metadata.TensorStorageMetadata):
         return None
     wanted, described = math.prod(facts.size), sum(math.prod(chunk.sizes) for chunk in facts.chunks)
     return None if wanted == described else f"of the {wanted} values of {name}, {described} are there"
+
+
+def check_tensors(folder: Path, stored: dict[str, Any], prefix: str) -> None:
+    """Raises ValueError if something below the prefix is no tensor."""
+    for name, facts in stored.items():
+        if name.startswith(f"{prefix}.") and not isinstance(facts, metadata.TensorStorageMetadata):
+            raise ValueError(f"{folder} was refused: {name} must be a tensor, and is a pickled object")
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a checkpoint could not be read; of all processes' reasons, the first."""
+    if isinstance(error, CheckpointException):
+        error = next((failure for failure, _traceback in error.failures.values()), error)
+    return in_one_line(error)
+
+
+@contextmanager
+def alone_is_no_mistake() -> Iterator[None]:
+    """One process by itself, which torch.distributed.checkpoint warns about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 class PlainPlanner(DefaultLoadPlanner):
@@ -103,12 +128,15 @@ class PlainPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
-            torch.load(value, weights_only=True)
+            plain = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             name = read_item.dest_index.fqn
             raise ValueError(
                 f"{name} was refused, and nothing of it was run; torch.serialization.add_safe_globals allows the "
                 f"classes of options that are your own: {in_one_line(error)}"
             ) from error
-        value.seek(0)
-        super().load_bytes(read_item, value)
+        # torch unpickles freely, and some bytes to something else than what was judged: it gets bytes of our own.
+        written = io.BytesIO()
+        torch.save(plain, written)
+        written.seek(0)
+        super().load_bytes(read_item, written)

@@ -9,9 +9,7 @@ processes wrote, another reads.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from .description import PlainPlanner, PlainReader
+from .description import PlainPlanner, PlainReader, alone_is_no_mistake, check_tensors, reason_of
 from .together import rank_and_world
 
 MODEL, OPTIMIZER, STATE, GROUPS, RNG = "model", "optimizer", "state", "param_groups", "rng"
@@ -44,10 +42,10 @@ def write_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     if any(optimizer.state.values()):
         state[OPTIMIZER] = get_optimizer_state_dict(model, optimizer)
     try:
-        with _quiet():
+        with alone_is_no_mistake():
             state_dict_saver.save(state, storage_writer=FileSystemWriter(folder))
     except CheckpointException as error:  # a BaseException, which no one expects
-        raise RuntimeError(f"{folder} could not be written: {error}") from error
+        raise RuntimeError(f"{folder} could not be written: {reason_of(error)}") from error
 
 
 def own_files(folder: Path) -> list[Path]:
@@ -62,15 +60,21 @@ def read_state(folder: Path, files: Collection[str], model: nn.Module, optimizer
     """
     reader = PlainReader(folder, files)
     stored = reader.read_metadata().state_dict_metadata
+    check_tensors(folder, stored, MODEL)
+    check_tensors(folder, stored, RNG)
     weights = get_model_state_dict(model)
     _check_names(folder, "weights", {f"{MODEL}.{name}" for name in weights}, {n for n in stored if _is_in(MODEL, n)})
     _check_shapes(folder, weights, stored)
-    state: dict[str, Any] = {MODEL: weights}
     optimizer.zero_grad(set_to_none=True)  # with gradients around, torch does not prepare the state to read into
     optimizer.state.clear()
+    state: dict[str, Any] = {MODEL: weights}
     has_optimizer = any(_is_in(OPTIMIZER, name) for name in stored)
+    content: dict[str, Any] = {}
     if has_optimizer:
-        state[OPTIMIZER] = _prepare_optimizer(folder, model, optimizer, stored)
+        content = _prepare_optimizer(folder, model, optimizer, stored)
+        # Objects first: where one is refused, the weights, which are read in place, are still as they were.
+        _read_into(folder, {OPTIMIZER: {GROUPS: content[GROUPS]}}, reader)
+        state[OPTIMIZER] = {STATE: content[STATE]}
     rank, _ = rank_and_world()
     generators = {kind: s for kind, s in _generator_states(model).items() if f"{RNG}.{rank}.{kind}" in stored}
     if generators:
@@ -78,17 +82,17 @@ def read_state(folder: Path, files: Collection[str], model: nn.Module, optimizer
     _read_into(folder, state, reader)
     set_model_state_dict(model, weights)
     if has_optimizer:
-        _set_optimizer(folder, model, optimizer, state[OPTIMIZER])
+        _set_optimizer(folder, model, optimizer, content)
     _set_generators(model, generators)
 
 
 def _read_into(folder: Path, state: dict[str, Any], reader: PlainReader) -> None:
     """Fill the tensors of a state dict."""
     try:
-        with _quiet():
+        with alone_is_no_mistake():
             state_dict_loader.load(state, storage_reader=reader, planner=PlainPlanner())
     except CheckpointException as error:
-        raise ValueError(f"{folder} could not be loaded: {error}") from error
+        raise ValueError(f"{folder} could not be loaded: {reason_of(error)}") from error
 
 
 def _prepare_optimizer(folder: Path, model: nn.Module, optimizer: Optimizer, stored: dict[str, Any]) -> dict[str, Any]:
@@ -161,11 +165,3 @@ def _check_shapes(folder: Path, weights: dict[str, Any], stored: dict[str, Any])
             raise ValueError(
                 f"{folder} is of another model: {name} must be {tuple(weight.shape)}, got {tuple(facts.size)}"
             )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """One process alone is no mistake, which DCP takes it for."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import warnings
 from pathlib import Path
 
 import torch
@@ -14,8 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
-from .description import PlainReader
-from .errors import in_one_line
+from .description import PlainReader, alone_is_no_mistake, check_tensors, reason_of
 from .manifest import Manifest
 from .state import MODEL
 
@@ -28,17 +26,17 @@ def read_weights(folder: Path) -> tuple[dict[str, Tensor], Manifest]:
     manifest.verify(folder, manifest.files)
     reader = PlainReader(folder, manifest.files)
     stored = reader.read_metadata().state_dict_metadata
+    check_tensors(folder, stored, MODEL)
     try:
         weights = {
             name: torch.zeros(facts.size, dtype=facts.properties.dtype)
             for name, facts in stored.items()
             if name.startswith(f"{MODEL}.") and isinstance(facts, metadata.TensorStorageMetadata)
         }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        with alone_is_no_mistake():
             state_dict_loader.load(weights, storage_reader=reader, planner=_TensorsAlone(), no_dist=True)
     except (CheckpointException, pickle.UnpicklingError, RuntimeError, LookupError, ValueError, *_MISSHAPEN) as error:
-        raise ValueError(f"{folder} could not be read: {in_one_line(error)}") from error
+        raise ValueError(f"{folder} could not be read: {reason_of(error)}") from error
     return {name.removeprefix(f"{MODEL}."): weight for name, weight in weights.items()}, manifest
 
 
