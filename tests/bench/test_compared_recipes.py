@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -15,7 +15,6 @@ from mhckit.bench.correctness import WrongResult
 from mhckit.bench.launches import DeviceEvent
 from mhckit.bench.results import Line
 from mhckit.bench.step import Step, mhckit_outputs
-from mhckit.recipe import ResidualMap
 from mhckit.testing import Call
 
 CASE = Case(3, 16)
@@ -26,23 +25,9 @@ def test_which_they_are() -> None:
     compared = compared_recipes()
     assert next(iter(compared)) == RECIPE
     assert compared["deepseek_v41"].shifted and not compared["static"].dynamic
-    assert [compared[name].residual for name in ("mhc_lite", "hy_v4")] == ["permutation", "identity"]
-    assert ("projection" in compared) == ("projection" in get_args(ResidualMap))
+    maps = {"mhc_lite": "permutation", "hy_v4": "identity", "projection": "projection"}
+    assert {name: compared[name].residual for name in maps} == maps
     assert len(set(compared.values())) == len(compared), "each of them once"
-
-
-def test_one_more_residual_map_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether or not this version has it."""
-    preset = Recipe.preset
-
-    def with_projection(name: str, **fields: Any) -> Any:
-        return ("projection of", name) if fields.get("residual") == "projection" else preset(name, **fields)
-
-    monkeypatch.setattr("mhckit.bench.cases.get_args", lambda kind: (*get_args(kind), "projection"))
-    monkeypatch.setattr(Recipe, "preset", with_projection)
-    assert compared_recipes()["projection"] == ("projection of", RECIPE)
-    monkeypatch.setattr("mhckit.bench.cases.get_args", lambda kind: ("sinkhorn",))
-    assert "projection" not in compared_recipes()
 
 
 @pytest.fixture

@@ -70,14 +70,14 @@ def _forget_a_weight(description: Any) -> None:
     next(facts for name, facts in description.state_dict_metadata.items() if name.startswith("model.")).chunks.clear()
 
 
-@pytest.mark.parametrize("read", [_resume, _export])
-@pytest.mark.parametrize("name", ["model.embedding.weight", "rng.0.cpu"])
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [(_resume, "model.embedding.weight"), (_export, "model.embedding.weight"), (_resume, "rng.0.cpu")],
+)
 def test_a_tensor_that_is_described_as_an_object(read: Callable[[Path], None], name: str, tmp_path: Path) -> None:
     """Exported, the weight would have been missing."""
     checkpoint = _saved(tmp_path)
     describe_otherwise(checkpoint, lambda it: it.state_dict_metadata.update({name: BytesStorageMetadata()}))
-    if read is _export and name.startswith("rng."):
-        return read(checkpoint)  # which is no matter of the generators
     with pytest.raises(ValueError, match=f"{name} must be a tensor, and is a pickled object"):
         read(checkpoint)
 

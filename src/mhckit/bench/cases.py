@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from mhckit import Recipe
-from mhckit.recipe import ResidualMap, as_recipe
+from mhckit.recipe import as_recipe
 from mhckit.testing import Call, make_call
 
 DTYPE = torch.bfloat16
@@ -99,6 +99,5 @@ def compared_recipes() -> dict[str, Recipe]:
     """Recipes to time side by side, by name; the first is the one that the others are compared with."""
     recipes = {name: Recipe.preset(name) for name in (RECIPE, "deepseek_v41", "mhc_lite", "hy_v4")}
     recipes["static"] = Recipe.preset(RECIPE, dynamic=False)
-    if "projection" in get_args(ResidualMap):
-        recipes["projection"] = Recipe.preset(RECIPE, residual="projection")
+    recipes["projection"] = Recipe.preset(RECIPE, residual="projection")
     return recipes
