@@ -105,6 +105,17 @@ def test_large_logits_of_soft_matrices(streams: int) -> None:
     assert (sinkhorn_reference(logits[softest].float(), recipe) - exact).abs().max() < 2e-7
 
 
+@each_width
+def test_offsets_of_rows_and_columns_change_nothing(streams: int) -> None:
+    """They are what the potentials absorb, however large."""
+    logits, recipe = _random(streams, 3.0, count=64).double(), _recipe(streams)
+    generator = torch.Generator().manual_seed(streams)
+    rows, columns = (1e4 * torch.randn(64, streams, generator=generator).double() for _ in range(2))
+    want = sinkhorn_reference(logits, recipe)
+    got = sinkhorn_reference(logits + rows[:, :, None] + columns[:, None, :], recipe)
+    assert (got - want).abs().max() < 1e-9
+
+
 def test_many_steps_away() -> None:
     """With fewer steps, off by 2e-6."""
     logits = torch.tensor(
