@@ -63,10 +63,7 @@ def _speedup(lines: list[Line]) -> Figure:
         if case in own:
             faster = line["microseconds"] / own[case]["microseconds"]
             bars.setdefault(line["baseline"], {})[case_label(case)] = faster
-    figure, axes = _figure(lines[-1], "times as long as mhckit, forward and backward")
-    axes.axhline(1, color="black", linewidth=0.8)
-    _grouped_bars(axes, bars)
-    return figure
+    return _times_as_long(lines[-1], "mhckit", bars)
 
 
 def _recipes(lines: list[Line]) -> Figure:
@@ -74,7 +71,11 @@ def _recipes(lines: list[Line]) -> Figure:
     bars: dict[str, dict[str, float]] = {}
     for line in of_kind(lines, "recipe", direction="both"):
         bars.setdefault(line["recipe"], {})[case_label(case_of(line))] = line["of_sinkhorn"]
-    figure, axes = _figure(lines[-1], "times as long as the Sinkhorn recipe, forward and backward")
+    return _times_as_long(lines[-1], "the Sinkhorn recipe", bars)
+
+
+def _times_as_long(line: Line, other: str, bars: dict[str, dict[str, float]]) -> Figure:
+    figure, axes = _figure(line, f"times as long as {other}, forward and backward")
     axes.axhline(1, color="black", linewidth=0.8)
     _grouped_bars(axes, bars)
     return figure
