@@ -34,11 +34,13 @@ from rich.progress import track
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 import mhckit
 from mhckit import Recipe
 from mhckit.kernels import _launcher, _runtime
+from mhckit.kernels._descriptors import Tiles, signature_of, tiled_arguments
 from mhckit.testing import OPERATORS, make_call
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -77,6 +79,10 @@ class Launch:
     def name(self) -> str:
         return self.function.strip("_").removesuffix("_kernel")
 
+    def runs_on(self, target: str) -> bool:
+        """What is written for one generation of GPUs has another form elsewhere."""
+        return target == "sm_90" or not self.kernel.is_gluon()
+
     @property
     def variant(self) -> str:
         """What tells this launch from others of the kernel."""
@@ -106,9 +112,9 @@ def record(run: Any) -> list[Launch]:
     launches: dict[Launch, None] = {}
 
     def remember(kernel: JITFunction, grid: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        for form in _launcher.forms(kernel, constants):
-            bound = dict(zip(kernel.arg_names, args, strict=False)) | form
-            launches[_launch(kernel, bound)] = None
+        for form in _launcher.forms(kernel, args, constants):
+            bound = dict(zip(form.kernel.arg_names, args, strict=False)) | form.constants
+            launches[_launch(form.kernel, bound, _tiles_of(form, args))] = None
 
     saved = _launcher.observer, _runtime.check
     _launcher.observer, _runtime.check = remember, lambda device: None
@@ -120,13 +126,22 @@ def record(run: Any) -> list[Launch]:
     return list(launches)
 
 
-def _launch(kernel: JITFunction, bound: dict[str, Any]) -> Launch:
+def _tiles_of(form: _launcher.Form, args: tuple[Any, ...]) -> dict[str, Tiles]:
+    tiles_of = tiled_arguments.get(form.kernel.__name__)
+    tiles = {} if tiles_of is None else tiles_of(args, form.constants)
+    return {form.kernel.arg_names[position]: each for position, each in tiles.items()}
+
+
+def _launch(kernel: JITFunction, bound: dict[str, Any], tiles: dict[str, Tiles]) -> Launch:
     signature, constants, aligned = [], [], []
     for parameter in kernel.params:
         name, value = parameter.name, bound[parameter.name]
         if parameter.is_constexpr or value is None:
             signature.append((name, "constexpr"))
             constants.append((name, value))
+        elif name in tiles:
+            kind = signature_of(_TYPES[value.dtype], tiles[name].tile, value.element_size())
+            signature.append((name, kind))
         elif isinstance(value, torch.Tensor):
             signature.append((name, f"*{_TYPES[value.dtype]}"))
             aligned.append(name)
@@ -150,7 +165,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         constants["IN_THREAD"] = False  # as `dots_stay_in_threads` has it
     kernel = launch.kernel
     names = kernel.arg_names
-    source = ASTSource(
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         fn=kernel,
         signature=dict(launch.signature),
         constexprs={(names.index(name),): value for name, value in constants.items()},
@@ -332,7 +347,7 @@ def work(listed: list[Configuration]) -> list[tuple[Launch, str]]:
             if operator == "sinkhorn" and each.recipe.residual == "identity":
                 continue
             for launch in launches_of(operator, each):
-                unique |= {(launch, target): None for target in each.targets}
+                unique |= {(launch, target): None for target in each.targets if launch.runs_on(target)}
     return list(unique)
 
 

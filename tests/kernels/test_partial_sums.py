@@ -113,11 +113,11 @@ def test_forms(many: bool, early: bool) -> None:
     def constants(many: bool) -> dict[str, object]:
         return {"MANY": many, "EARLY": early, **({"launch_pdl": many} if early else {}), "num_warps": 4}
 
-    forms = _launcher.forms(_read.read_kernel, constants(many))
-    assert [list(form.items()) for form in forms] == [list(constants(form).items()) for form in (many, not many)]
+    forms = _launcher.forms(_read.read_kernel, (), constants(many))
+    assert [form.kernel for form in forms] == [_read.read_kernel, _read.read_kernel]
+    assert [list(form.constants.items()) for form in forms] == [list(constants(m).items()) for m in (many, not many)]
 
 
 def test_kernels_of_one_form() -> None:
     alone = {"MANY": None, "EARLY": False}
-    assert _launcher.forms(_read.read_kernel, alone) == [alone]
-    assert _launcher.forms(_write_project.write_project_kernel, {"N": 4}) == [{"N": 4}]
+    assert _launcher.forms(_read.read_kernel, (), alone) == [(_read.read_kernel, alone)]

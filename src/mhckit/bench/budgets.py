@@ -28,6 +28,7 @@ from .cases import DTYPE, RECIPE, Case
 # Names of the kernels in the design; a kernel that is not here appears under its own name.
 ROLES = {
     "write_project_kernel": "F1",
+    "write_project_hopper_kernel": "F1",
     "read_kernel": "F2",
     "read_bwd_kernel": "B",
     "streams_bwd_kernel": "J",

@@ -264,6 +264,7 @@ def _activation_bytes(forward: Callable[[], Tensor]) -> int:
 # Kernels of mhckit that a model's step launches.
 OWN_KERNELS = (
     "write_project_kernel",
+    "write_project_hopper_kernel",
     "read_kernel",
     "read_bwd_kernel",
     "streams_bwd_kernel",

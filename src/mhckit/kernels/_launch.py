@@ -41,6 +41,9 @@ TOKEN_CHUNK = 2048
 # Bytes of shared memory that a program may have on Hopper.
 LARGE_SHARED_MEMORY = 227 << 10
 
+# What kernels for Hopper are written in. Triton calls it experimental, so each version has to be tried.
+HAS_GLUON = triton.__version__.startswith("3.6.")
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -114,6 +117,13 @@ def starts_early(device: torch.device) -> bool:
     return has_ptx(device) and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
 
 
+def has_hopper_forms(device: torch.device) -> bool:
+    """Whether kernels that drive Hopper's copy engine and tensor cores themselves can run."""
+    if not HAS_GLUON or not starts_early(device):
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+
+
 def row_blocks(rows: int) -> int:
     return cdiv(rows, ROWS)
 
@@ -164,6 +174,12 @@ def slice_width(channels: int) -> int:
 def leaves_idle(programs: int, device: torch.device) -> bool:
     """Whether there are multiprocessors without a program."""
     return programs < _multiprocessors_of(device)
+
+
+def fills(programs: int, device: torch.device) -> bool:
+    """Whether programs that have a multiprocessor each leave few of them idle, also while the last ones run."""
+    multiprocessors = _multiprocessors_of(device)
+    return programs >= 0.8 * multiprocessors * cdiv(programs, multiprocessors)
 
 
 @functools.cache

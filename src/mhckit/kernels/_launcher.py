@@ -22,6 +22,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from . import _autotune
+from ._descriptors import described, describing
 
 _INT32_MAX = 2**31 - 1
 
@@ -45,10 +46,17 @@ class Recorded(NamedTuple):
     args: tuple[Any, ...]
 
 
-# Kernels with a constant that follows the number of tokens: from the constants of a launch those of each form, its own
-# first. They are compiled together, so that a new number of tokens compiles nothing; but not where launches go through
-# Triton (AMD, hooks), and a search for launch parameters may find others for the other form.
-all_forms: dict[Any, Callable[[dict[str, Any]], list[dict[str, Any]]]] = {}
+class Form(NamedTuple):
+    """A kernel and constants that do what others do with the same arguments."""
+
+    kernel: Any
+    constants: dict[str, Any]
+
+
+# Kernels, by name, of which another form is launched with another number of tokens: from the arguments and the
+# constants of a launch, the other forms. They are compiled together, so that a new number of tokens compiles nothing; but not where
+# launches go through Triton (AMD, hooks), and a search for launch parameters may find others for the other form.
+other_forms: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], list[Form]]] = {}
 
 _compiled: dict[tuple[Any, ...], Compiled] = {}
 _recording = threading.local()
@@ -65,7 +73,7 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Non
 def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
     launches = getattr(_recording, "launches", None)
     if not isinstance(kernel, JITFunction) or not goes_straight():
-        kernel[grid](*args, **constants)
+        kernel[grid](*described(kernel, args, constants), **constants)
         if launches is not None:
             launches.append(None)
         return
@@ -79,19 +87,19 @@ def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants
     else:
         if _autotune.is_enabled():
             constants = _autotune.tuned(kernel, grid, args, constants)
-        launched = kernel[grid](*args, **constants)
+        launched = kernel[grid](*described(kernel, args, constants), **constants)
         if launched is not None:  # a hook of Triton's can forbid a compilation
             compiled = _compiled[key] = _remember(kernel, launched, args, constants)
-            for form in forms(kernel, constants)[1:]:
-                kernel.warmup(*args, grid=grid, **form)
+            for form in forms(kernel, args, constants)[1:]:
+                form.kernel.warmup(*described(form.kernel, args, form.constants), grid=grid, **form.constants)
     if launches is not None:
         launches.append(None if compiled is None else Recorded(compiled, whole_grid, args))
 
 
-def forms(kernel: Any, constants: dict[str, Any]) -> list[dict[str, Any]]:
-    """The constants of a launch, then those of its kernel's other forms."""
-    of_kernel = all_forms.get(kernel)
-    return [constants] if of_kernel is None else of_kernel(constants)
+def forms(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> list[Form]:
+    """What a launch is made of, then its other forms."""
+    others = other_forms.get(kernel.__name__)
+    return [Form(kernel, constants), *([] if others is None else others(args, constants))]
 
 
 def repeat(launches: list[tuple[Compiled, tuple[int, int, int], tuple[Any, ...]]]) -> None:
@@ -127,11 +135,12 @@ def _remember(kernel: JITFunction, compiled: Any, args: tuple[Any, ...], constan
     launcher, function = compiled.run, compiled.function
     metadata_and_hooks = (compiled.packed_metadata, None, None, None)
     if not triton.__version__.startswith("3.6.") or launcher.global_scratch_size or launcher.profile_scratch_size:
-        return Compiled(launcher, (function, *metadata_and_hooks), rest)
+        settings = (function, *metadata_and_hooks)
+        return Compiled(describing(launcher, kernel, len(settings), constants), settings, rest)
     # All that Triton 3.6 does in Python here is to allocate scratch memory, which this kernel does not need.
     scratch = (None, None)
     settings = (function, launcher.launch_cooperative_grid, launcher.launch_pdl, *scratch, *metadata_and_hooks)
-    return Compiled(launcher.launch, settings, rest)
+    return Compiled(describing(launcher.launch, kernel, len(settings), constants), settings, rest)
 
 
 def _kinds(kernel: JITFunction, args: tuple[Any, ...]) -> list[Any]:

@@ -44,8 +44,8 @@ def push(levels, chain, index):
 @triton.jit
 def end_pairs(levels, count):
     """The sum of `count` chains."""
-    total = tl.zeros_like(levels[0])
-    for level in tl.static_range(LEVELS):
+    total = tl.where((count & 1) == 1, levels[0], 0.0)
+    for level in tl.static_range(1, LEVELS):
         total = tl.where(((count >> level) & 1) == 1, levels[level] + total, total)
     return total
 

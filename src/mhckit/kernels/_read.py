@@ -39,7 +39,7 @@ from ._device import (
     store_as,
 )
 from ._launch import cdiv, read_launch, residual_launch, rows_are_aligned, starts_early
-from ._launcher import all_forms, run
+from ._launcher import Form, other_forms, run
 from ._math import Math
 from ._partial_sums import CHAINS
 from ._residual import residual_map
@@ -300,12 +300,12 @@ def _launched_early(many: bool | None, early: bool) -> dict[str, bool]:
     return {"launch_pdl": bool(many)} if early else {}
 
 
-def _forms(constants: dict[str, Any]) -> list[dict[str, Any]]:
+def _other_forms(args: tuple[Any, ...], constants: dict[str, Any]) -> list[Form]:
     """MANY follows the number of tokens, unless it is None. For Triton, options in another order are other ones."""
     many, early = constants["MANY"], constants["EARLY"]
     if many is None:
-        return [constants]
-    return [constants, constants | {"MANY": not many} | _launched_early(not many, early)]
+        return []
+    return [Form(read_kernel, constants | {"MANY": not many} | _launched_early(not many, early))]
 
 
-all_forms[read_kernel] = _forms
+other_forms[read_kernel.__name__] = _other_forms

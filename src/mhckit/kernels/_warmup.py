@@ -23,6 +23,7 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime.errors import OutOfResources
 
 from . import _autotune, _launcher
+from ._descriptors import described
 
 # The longest kernel takes a sixth of the time of all, and more threads only compete for the interpreter's lock.
 MAX_WORKERS = 8
@@ -65,7 +66,7 @@ def _recorded(run: Callable[[], object]) -> list[Launch]:
 
     def observe(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         if operators.runs_one():
-            launches.extend(Launch(kernel, grid, args, form) for form in _launcher.forms(kernel, constants))
+            launches.extend(Launch(kernel, grid, args, form) for kernel, form in _launcher.forms(kernel, args, constants))
         else:
             (outer or _launcher.run_now)(kernel, grid, args, constants)
 
@@ -116,7 +117,10 @@ def _compile_launches(launches: Iterable[Launch], device: torch.device, workers:
         _Compilers(count, device) as compilers,
         AsyncCompileMode(compilers, ignore_errors=True) as mode,  # where it raises itself, it stays active
     ):
-        kernels = [kernel.warmup(*args, grid=grid, **constants) for kernel, grid, args, constants in wanted]
+        kernels = [
+            kernel.warmup(*described(kernel, args, constants), grid=grid, **constants)
+            for kernel, grid, args, constants in wanted
+        ]
     for future in mode.raw_futures:
         error = future.exception()
         if error is not None and not (tunes and isinstance(error, OutOfResources)):

@@ -13,7 +13,7 @@ up, or with few tokens the channels of one sum, so that many programs share a to
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -36,11 +36,16 @@ from ._device import (
     write_stream,
 )
 from ._launch import (
+    BFLOAT,
     FLOAT,
+    HAS_GLUON,
     PRECISION,
     ROWS,
     SUM_WIDTH,
+    Launch,
     cdiv,
+    fills,
+    has_hopper_forms,
     has_ptx,
     leaves_idle,
     loads_are_wide,
@@ -53,8 +58,13 @@ from ._launch import (
     write_launch,
     write_project_launch,
 )
-from ._launcher import run
+from ._launcher import Form, other_forms, run
 from ._partial_sums import CHAIN, end_pairs, no_pairs, push
+
+if HAS_GLUON:
+    from . import _write_project_hopper as _hopper
+else:
+    _hopper = None
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -305,20 +315,65 @@ def _project(
     collapse: Collapse,
     may_be_many: bool,
 ) -> Projection:
-    T, N, C = tokens_of(x)
-    P, wide = phi.shape[0], loads_are_wide(x)
-    launch = write_project_launch(
-        N, P, writes=f is not None, element_size=x.element_size(), wide=wide, shared=shared_memory_of(x.device)
-    )
+    T, _, C = tokens_of(x)
     width = slice_width(C)
-    many = may_be_many and width > SUM_WIDTH and leaves_idle(cdiv(T, launch.block_t) * cdiv(C, width), x.device)
+    slices = cdiv(C, width)
+    block_t = _launch_of(x, f, phi).block_t
+    many = may_be_many and width > SUM_WIDTH and leaves_idle(cdiv(T, block_t) * slices, x.device)
     span = SUM_WIDTH if many else width
     slots = cdiv(C, span)
-    z, squares = empty(phi, slots, T, P, dtype=FLOAT), empty(phi, slots, T, dtype=FLOAT)
-    run(
-        write_project_kernel, (cdiv(T, launch.block_t), slots),
-        x, f, f_bias, post, res, phi, norm_weight, collapse.weights, y, collapse.x_in, z, squares, T, span, C, P,
-        N=N, SUM_WIDTH=SUM_WIDTH, ROWS=ROWS, ROW_BLOCKS=row_blocks(P), IN_THREAD=threads_hold_neighbours(x, launch),
-        PRECISION=PRECISION, PTX=has_ptx(x.device), EARLY=starts_early(x.device), **launch.meta(),
+    z, squares = empty(phi, slots, T, phi.shape[0], dtype=FLOAT), empty(phi, slots, T, dtype=FLOAT)
+    args = (
+        x, f, f_bias, post, res, phi, norm_weight, collapse.weights, y, collapse.x_in, z, squares, T, span, C,
+        phi.shape[0],
     )  # fmt: skip
+    form, hopper = _form(args), _hopper_form(args)
+    if _hopper is not None and hopper is not None:
+        programs = cdiv(T, _hopper.TOKENS)
+        if not many and fills(programs * slices, x.device):
+            form, block_t = hopper, _hopper.TOKENS
+    run(form.kernel, (cdiv(T, block_t), slots), *args, **form.constants)
     return Projection(z, squares, width // span, many if width > SUM_WIDTH else None)
+
+
+def _launch_of(x: Tensor, f: Tensor | None, phi: Tensor) -> Launch:
+    return write_project_launch(
+        x.shape[-2],
+        phi.shape[0],
+        writes=f is not None,
+        element_size=x.element_size(),
+        wide=loads_are_wide(x),
+        shared=shared_memory_of(x.device),
+    )
+
+
+def _form(args: tuple[Any, ...]) -> Form:
+    x, f, phi = args[0], args[1], args[5]
+    launch = _launch_of(x, f, phi)
+    constants = dict(
+        N=x.shape[-2], SUM_WIDTH=SUM_WIDTH, ROWS=ROWS, ROW_BLOCKS=row_blocks(phi.shape[0]),
+        IN_THREAD=threads_hold_neighbours(x, launch), PRECISION=PRECISION, PTX=has_ptx(x.device),
+        EARLY=starts_early(x.device), **launch.meta(),
+    )  # fmt: skip
+    return Form(write_project_kernel, constants)
+
+
+def _hopper_form(args: tuple[Any, ...]) -> Form | None:
+    """For four streams of bfloat16 and whole sums of channels; phi has the rows of a Sinkhorn recipe or fewer."""
+    x, f, phi, y, x_in = args[0], args[1], args[5], args[8], args[9]
+    if _hopper is None or f is None or phi is None or not has_hopper_forms(x.device):
+        return None
+    narrow = all(tensor.dtype == BFLOAT for tensor in (x, f, y, x_in) if tensor is not None)
+    (rows, _), (streams, channels) = phi.shape, x.shape[-2:]
+    if not narrow or phi.dtype != FLOAT or streams != 4 or rows > _hopper.MAX_ROWS or channels % SUM_WIDTH:
+        return None
+    return Form(_hopper.write_project_hopper_kernel, {"N": streams, "num_warps": 8})
+
+
+def _other_than_plain(args: tuple[Any, ...], constants: dict[str, Any]) -> list[Form]:
+    hopper = _hopper_form(args)
+    return [] if hopper is None else [hopper]
+
+
+other_forms["write_project_kernel"] = _other_than_plain
+other_forms["write_project_hopper_kernel"] = lambda args, constants: [_form(args)]

@@ -1,0 +1,87 @@
+"""Tensors that a kernel moves tile by tile with Hopper's copy engine, which wants them described by the host.
+
+Launches, plans and warm-ups know tensors and pointers alone. What is described, and how, is written down once for each
+such kernel, in `tiled_arguments`, and done last, where Triton or its driver takes the arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Tiles(NamedTuple):
+    """A matrix in memory, row by row without gaps, and the tile of it that a copy moves."""
+
+    shape: tuple[int, int]
+    tile: tuple[int, int]
+
+
+# By a kernel's name: from the arguments of a launch and its constants, the arguments to describe, by their position.
+tiled_arguments: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], dict[int, Tiles]]] = {}
+
+
+class _Pointer:
+    """A matrix as Triton's driver looks at it."""
+
+    __slots__ = ("pointer", "shape", "strides")
+    padding = "zero"
+
+    def __init__(self, pointer: int, shape: tuple[int, int]) -> None:
+        self.pointer = pointer
+        self.shape = shape
+        self.strides = (shape[1], 1)
+
+    @property
+    def base(self) -> _Pointer:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+def described(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments as Triton takes them when it compiles."""
+    tiles_of = tiled_arguments.get(kernel.__name__)
+    if tiles_of is None:
+        return args
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    arguments = list(args)
+    for position, (shape, tile) in tiles_of(args, constants).items():
+        tensor = args[position]
+        layout = shared_layout(tensor.element_size())
+        arguments[position] = TensorDescriptor(tensor, list(shape), [shape[1], 1], list(tile), layout)
+    return tuple(arguments)
+
+
+def shared_layout(element_size: int) -> Any:
+    """How a tile lies in shared memory: as tensor cores read it, rows of 128 bytes."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=2)
+
+
+def describing(
+    run: Callable[..., None], kernel: Any, settings: int, constants: dict[str, Any]
+) -> Callable[..., None]:
+    """A driver's launch of a compiled kernel that takes tensors or pointers; of so many settings behind the stream."""
+    tiles_of = tiled_arguments.get(kernel.__name__)
+    if tiles_of is None:
+        return run
+    before = 4 + settings  # the grid and the stream
+
+    def launch(*values: Any) -> None:
+        arguments = list(values)
+        for position, (shape, _tile) in tiles_of(values[before:], constants).items():
+            argument = arguments[before + position]
+            pointer = argument if isinstance(argument, int) else argument.data_ptr()
+            arguments[before + position] = _Pointer(pointer, shape)
+        run(*arguments)
+
+    return launch
+
+
+def signature_of(tensor_type: str, tile: Sequence[int], element_size: int) -> str:
+    """The type that Triton gives a described tensor."""
+    return f"tensordesc<{tensor_type}{list(tile)},{shared_layout(element_size)!r}>"

@@ -1,0 +1,336 @@
+"""F1 for many tokens on Hopper: the same sums in the same order, and so the same bits, as `_write_project`.
+
+What limits F1 in plain Triton is how it asks for memory: 128 bytes of a row at a time, because wider tiles do not fit
+beside phi's. Here a step is 32 tokens x 128 channels, so rows are asked for 256 bytes at a time, and every kind of work
+has warps of its own, which wait for each other at barriers and never for themselves:
+
+    load        the copy engine brings the streams and f into one of STEPS_IN_FLIGHT slots
+    write       eight warps turn the streams in a slot into y, f into x_in, and sum the squares
+    store       the copy engine takes both out of the slot
+    load_phi    the copy engine brings the pieces of phi, 64 channels each
+    project     four warps split phi in bfloat16 parts, in place, and multiply them with y, also in place
+
+A program has 64 tokens, in two groups of 32 that share a piece of phi and take turns: step 2k is the first group's,
+step 2k + 1 the second's, both with the 128 channels that make one sum. Loops are kept short: five of them run at once
+on a multiprocessor, and unrolled they wait for their own instructions (230 us instead of 188, docs/performance.md).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ._descriptors import Tiles, tiled_arguments
+from ._device import bfloat16_parts, fold, load_per_token, rounded, sum_parts, write_stream
+from ._launch import SUM_WIDTH
+from ._partial_sums import CHAIN, end_pairs, push
+
+# Tokens of a program.
+TOKENS = 64
+# A step's tokens, and channels of a tile: two tiles side by side make a sum.
+GROUP = gl.constexpr(32)
+PANEL = gl.constexpr(64)
+PANELS = gl.constexpr(SUM_WIDTH // 64)
+STEPS_IN_FLIGHT = gl.constexpr(3)
+# Pieces of phi in shared memory: two in use, two on their way. Of up to MAX_ROWS rows; eight make a tile.
+PIECES = gl.constexpr(4)
+PHI_TILE = gl.constexpr(8)
+MAX_ROWS = 24
+# Registers for each thread of `project` and of the others; `write` has what is left of 64K.
+PROJECT_REGISTERS = gl.constexpr(176)
+COPY_REGISTERS = gl.constexpr(32)
+
+
+@gluon.jit
+def _place_of(step, first, begin):
+    """The first token and the first channel of a step."""
+    return first + step % 2 * GROUP, begin + step // 2 * (PANELS * PANEL)
+
+
+@gluon.jit
+def _load(x, f, x_slots, f_slots, loaded, free, first, begin, end, C: gl.constexpr, N: gl.constexpr):
+    for step in range((end - begin) // PANEL):
+        slot = step % STEPS_IN_FLIGHT
+        token, channel = _place_of(step, first, begin)
+        mbarrier.wait(free.index(slot), step // STEPS_IN_FLIGHT % 2 ^ 1)
+        arrived = loaded.index(slot)
+        mbarrier.expect(arrived, (N + 1) * GROUP * PANELS * PANEL * 2)
+        for i in gl.static_range(N):
+            for p in gl.static_range(PANELS):
+                tile = x_slots.index(slot * PANELS + p).slice(i * GROUP, GROUP)
+                tma.async_copy_global_to_shared(x, [token, i * C + channel + p * PANEL], arrived, tile)
+        for p in gl.static_range(PANELS):
+            tma.async_copy_global_to_shared(f, [token, channel + p * PANEL], arrived, f_slots.index(slot * PANELS + p))
+
+
+@gluon.jit
+def _load_phi(phi, pieces, loaded, free, begin, end, C: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr):
+    for part in range((end - begin) // PANEL * N):  # a stream's part of a piece
+        piece, i = part // N, part % N
+        slot = piece % PIECES
+        arrived = loaded.index(slot)
+        if i == 0:
+            mbarrier.wait(free.index(slot), piece // PIECES % 2 ^ 1)
+            mbarrier.expect(arrived, N * TILES * PHI_TILE * PANEL * 4)
+        for r in gl.static_range(TILES):
+            at = [r * PHI_TILE, i * C + begin + piece * PANEL]
+            tma.async_copy_global_to_shared(phi, at, arrived, pieces.index((slot * N + i) * TILES + r))
+
+
+@gluon.jit
+def _store(y, x_in, x_slots, f_slots, written, free, first, begin, end, C: gl.constexpr, N: gl.constexpr):
+    for step in range((end - begin) // PANEL):
+        slot = step % STEPS_IN_FLIGHT
+        token, channel = _place_of(step, first, begin)
+        mbarrier.wait(written.index(slot), step // STEPS_IN_FLIGHT % 2)
+        for i in gl.static_range(N):
+            for p in gl.static_range(PANELS):
+                tile = x_slots.index(slot * PANELS + p).slice(i * GROUP, GROUP)
+                tma.async_copy_shared_to_global(y, [token, i * C + channel + p * PANEL], tile)
+        if x_in is not None:
+            for p in gl.static_range(PANELS):
+                tma.async_copy_shared_to_global(x_in, [token, channel + p * PANEL], f_slots.index(slot * PANELS + p))
+        tma.store_wait(0)
+        mbarrier.arrive(free.index(slot), count=1)
+
+
+@gluon.jit
+def _write(
+    x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T, begin, end,
+    split, COLLAPSES: gl.constexpr, N: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    t = first.to(gl.int64) + gl.arange(0, GROUP, gl.SliceLayout(1, layout))
+    # What belongs to the group whose turn it is, and to the other: they swap after every step. Objects of their own,
+    # since what a loop swaps with itself counts as unchanged.
+    posts, other_posts = load_per_token(post, t, t < T, N), load_per_token(post, t + GROUP, t + GROUP < T, N)
+    mixes, other_mixes = _residual_map(res, t, T, N), _residual_map(res, t + GROUP, T, N)
+    reads, other_reads = posts, other_posts
+    if COLLAPSES:
+        reads = load_per_token(read_weights, t, t < T, N)
+        other_reads = load_per_token(read_weights, t + GROUP, t + GROUP < T, N)
+    zero = gl.zeros([GROUP, PANEL], gl.float32, layout)
+    square = fold(zero, zero, 8, True)
+    nothing = gl.sum(square, 1)
+    chain, other_chain = nothing, nothing * 0.0
+    pairs, other_pairs = (nothing, nothing, nothing), (other_chain, other_chain, other_chain)
+    for step in range((end - begin) // PANEL):
+        slot = step % STEPS_IN_FLIGHT
+        mbarrier.wait(loaded.index(slot), step // STEPS_IN_FLIGHT % 2)
+        for p in range(PANELS):
+            tiles = x_slots.index(slot * PANELS + p)
+            f = f_slots.index(slot * PANELS + p).load(layout).to(gl.float32)
+            if f_bias is not None:
+                c = begin + step // 2 * (PANELS * PANEL) + p * PANEL + gl.arange(0, PANEL, gl.SliceLayout(0, layout))
+                f += gl.load(f_bias + c).to(gl.float32)[None, :]
+            streams = ()
+            for i in gl.static_range(N):
+                streams = streams + (tiles.slice(i * GROUP, GROUP).load(layout).to(gl.float32),)
+            ys = ()
+            collapsed = zero
+            for o in gl.static_range(N):
+                y = rounded(write_stream(o, streams, f, posts, mixes, N), gl.bfloat16, True)
+                ys = ys + (y,)
+                wide = y.to(gl.float32)
+                square += fold(wide, wide, 8, True)
+                if COLLAPSES:
+                    collapsed = reads[o] * wide if o == 0 else gl.fma(reads[o], wide, collapsed)  # as `collapse`
+            tiles.store(_one_below_the_other(_one_below_the_other(ys[0], ys[1]), _one_below_the_other(ys[2], ys[3])))
+            if COLLAPSES:
+                f_slots.index(slot * PANELS + p).store(rounded(collapsed, gl.bfloat16, True))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(written.index(slot), count=1)
+        chain += gl.sum(square, 1)
+        square = fold(zero, zero, 8, True)
+        if _ends_a_chain(step, begin, end):
+            pairs = push(pairs, chain, step // (2 * CHAIN))
+            chain = nothing
+        posts, other_posts, mixes, other_mixes, reads, other_reads = (
+            other_posts, posts, other_mixes, mixes, other_reads, reads,
+        )  # fmt: skip
+        chain, other_chain, pairs, other_pairs = other_chain, chain, other_pairs, pairs
+    chains = gl.cdiv(end - begin, CHAIN * PANELS * PANEL)
+    at = split.to(gl.int64) * T + t
+    _store_squares(squares, at, end_pairs(pairs, chains), t < T, layout)
+    _store_squares(squares, at + GROUP, end_pairs(other_pairs, chains), t + GROUP < T, layout)
+
+
+@gluon.jit
+def _store_squares(squares, at, total, live, layout: gl.constexpr):
+    gl.store(squares + at, gl.convert_layout(total, gl.SliceLayout(1, layout)), mask=live)
+
+
+@gluon.jit
+def _residual_map(res, t, T, N: gl.constexpr):
+    return () if res is None else load_per_token(res, t, t < T, N * N)
+
+
+@gluon.jit
+def _ends_a_chain(step, begin, end):
+    """Whether a sum of this step is the last of a chain, or of the slice."""
+    done = (step // 2 + 1) * (PANELS * PANEL)
+    return (done % (CHAIN * PANELS * PANEL) == 0) | (done >= end - begin)
+
+
+@gluon.jit
+def _one_below_the_other(top, bottom):
+    """[2 rows, columns]. A thread holds the values that it held of each."""
+    ROWS: gl.constexpr = top.shape[0]
+    COLUMNS: gl.constexpr = top.shape[1]
+    return gl.reshape(gl.permute(gl.join(top, bottom), (2, 0, 1)), (2 * ROWS, COLUMNS))
+
+
+@gluon.jit
+def _split_phi(
+    pieces, norm_weight, loaded, piece, begin, PARTS: gl.constexpr, C: gl.constexpr, N: gl.constexpr,
+    TILES: gl.constexpr,
+):  # fmt: skip
+    """A piece of phi becomes its parts, in place: of each tile eight rows of high parts, then eight of low ones."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+    slot = piece % PIECES
+    mbarrier.wait(loaded.index(slot), piece // PIECES % 2)
+    parts = ()
+    for k in gl.static_range(N * TILES):
+        rows = pieces.index(slot * N * TILES + k).load(layout)
+        if norm_weight is not None:
+            c = k // TILES * C + begin + piece * PANEL + gl.arange(0, PANEL, gl.SliceLayout(0, layout))
+            rows *= gl.load(norm_weight + c).to(gl.float32)[None, :]
+        high, low = bfloat16_parts(rows, True)
+        parts = parts + (_one_below_the_other(high, low),)
+    gl.thread_barrier()
+    for k in gl.static_range(0, N * TILES, 4):  # four tiles at a time: between two stores the compiler puts a barrier
+        four = _one_below_the_other(
+            _one_below_the_other(parts[k], parts[k + 1]), _one_below_the_other(parts[k + 2], parts[k + 3])
+        )
+        pieces.index(slot * N * TILES + k)._reinterpret(gl.bfloat16, [8 * PHI_TILE, PANEL], PARTS).store(four)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _project(
+    x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end, split,
+    PARTS: gl.constexpr, C: gl.constexpr, P: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
+    zero = gl.zeros([8 * PHI_TILE, GROUP], gl.float32, mma)
+    nothing = sum_parts(zero)
+    chain, other_chain = nothing, nothing * 0.0  # as in `_write`
+    pairs, other_pairs = (nothing, nothing, nothing), (other_chain, other_chain, other_chain)
+    steps = (end - begin) // PANEL
+    for piece in range(2):
+        _split_phi(pieces, norm_weight, phi_loaded, piece, begin, PARTS, C, N, TILES)
+    for step in range(steps):
+        slot = step % STEPS_IN_FLIGHT
+        mbarrier.wait(written.index(slot), step // STEPS_IN_FLIGHT % 2)
+        z = zero
+        for p in gl.static_range(PANELS):
+            for o in gl.static_range(N):
+                # Rows of the next tiles follow those of a stream's parts; their sums are not stored.
+                tile = pieces.index(((step // 2 * 2 + p) % PIECES * N + o) * TILES)
+                rows = tile._reinterpret(gl.bfloat16, [8 * PHI_TILE, PANEL], PARTS)
+                columns = x_slots.index(slot * PANELS + p).slice(o * GROUP, GROUP).permute((1, 0))
+                z = warpgroup_mma(rows, columns, z, use_acc=(p + o) > 0, is_async=True)
+        if step + 2 < steps:
+            _split_phi(pieces, norm_weight, phi_loaded, step + 2, begin, PARTS, C, N, TILES)
+        z = warpgroup_mma_wait(0, deps=[z])
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(slot), count=1)
+        if step % 2 == 1:
+            mbarrier.arrive(phi_free.index((step - 1) % PIECES), count=1)
+            mbarrier.arrive(phi_free.index(step % PIECES), count=1)
+        chain += sum_parts(z)
+        if _ends_a_chain(step, begin, end):
+            pairs = push(pairs, chain, step // (2 * CHAIN))
+            chain = nothing
+        chain, other_chain, pairs, other_pairs = other_chain, chain, other_pairs, pairs
+    chains = gl.cdiv(end - begin, CHAIN * PANELS * PANEL)
+    slot = split.to(gl.int64) * T + first
+    _store_sums(partials, slot, end_pairs(pairs, chains), T - first, P)
+    _store_sums(partials, slot + GROUP, end_pairs(other_pairs, chains), T - first - GROUP, P)
+
+
+@gluon.jit
+def _store_sums(partials, slot, total, count, P: gl.constexpr):
+    """[rows, tokens], of tokens that may be more than `count`."""
+    p = gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))[:, None]
+    t = gl.arange(0, GROUP, gl.SliceLayout(0, total.type.layout))[None, :]
+    gl.store(partials + (slot + t) * P + p, total, mask=(t < count) & (p < P))
+
+
+@gluon.jit(do_not_specialize=["T"])
+def write_project_hopper_kernel(
+    x,
+    f,
+    f_bias,
+    post,
+    res,
+    phi,
+    norm_weight,
+    read_weights,
+    y,
+    x_in,
+    partials,
+    squares,
+    T,
+    span,
+    C: gl.constexpr,
+    P: gl.constexpr,
+    N: gl.constexpr,
+):
+    TILES: gl.constexpr = (P + PHI_TILE - 1) // PHI_TILE
+    PARTS: gl.constexpr = x.layout
+    first, split = gl.program_id(0) * 64, gl.program_id(1)
+    begin = split * span
+    end = gl.minimum(begin + span, C)
+    x_slots = gl.allocate_shared_memory(gl.bfloat16, [STEPS_IN_FLIGHT * PANELS, N * GROUP, PANEL], x.layout)
+    f_slots = gl.allocate_shared_memory(gl.bfloat16, [STEPS_IN_FLIGHT * PANELS, GROUP, PANEL], f.layout)
+    # A dot reads eight tiles' rows of parts from where a stream's begin, beyond the last ones too.
+    pieces = gl.allocate_shared_memory(gl.float32, [PIECES * N * TILES + 4 - TILES, PHI_TILE, PANEL], phi.layout)
+    loaded = gl.allocate_shared_memory(gl.int64, [STEPS_IN_FLIGHT, 1], mbarrier.MBarrierLayout())
+    written = gl.allocate_shared_memory(gl.int64, [STEPS_IN_FLIGHT, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STEPS_IN_FLIGHT, 1], mbarrier.MBarrierLayout())
+    phi_loaded = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
+    phi_free = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
+    for k in gl.static_range(STEPS_IN_FLIGHT):
+        mbarrier.init(loaded.index(k), count=1)
+        mbarrier.init(written.index(k), count=1)
+        mbarrier.init(free.index(k), count=2)  # of `store` and of `project`
+    for k in gl.static_range(PIECES):
+        mbarrier.init(phi_loaded.index(k), count=1)
+        mbarrier.init(phi_free.index(k), count=1)
+    fence_async_shared()
+    COLLAPSES: gl.constexpr = x_in is not None
+    gl.warp_specialize(
+        [
+            (_write, (x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T, begin,
+                      end, split, COLLAPSES, N)),
+            (_project, (x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin,
+                        end, split, PARTS, C, P, N, TILES)),
+            (_load, (x, f, x_slots, f_slots, loaded, free, first, begin, end, C, N)),
+            (_load_phi, (phi, pieces, phi_loaded, phi_free, begin, end, C, N, TILES)),
+            (_store, (y, x_in, x_slots, f_slots, written, free, first, begin, end, C, N)),
+        ],
+        [4, 1, 1, 1],
+        [PROJECT_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip
+
+
+def _tiles(args: tuple[Any, ...], constants: dict[str, Any]) -> dict[int, Tiles]:
+    T, C, P = args[12], args[14], args[15]
+    streams, rows = Tiles((T, constants["N"] * C), (32, 64)), Tiles((T, C), (32, 64))
+    tiles = {0: streams, 1: rows, 5: Tiles((P, constants["N"] * C), (8, 64)), 8: streams}
+    return tiles if args[9] is None else tiles | {9: rows}
+
+
+tiled_arguments[write_project_hopper_kernel.__name__] = _tiles

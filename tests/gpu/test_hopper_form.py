@@ -1,0 +1,172 @@
+"""F1 for many tokens on Hopper beside F1 in plain Triton: the same bits, whatever is left out, and where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accuracy import run
+from recipes import every_recipe
+from torch import Tensor
+
+from mhckit.kernels import _launch, _launcher, _write_project
+from mhckit.kernels._launch import has_hopper_forms
+from mhckit.testing import make_call
+
+DEVICE = torch.device("cuda")
+RECIPES = every_recipe()
+pytestmark = pytest.mark.skipif(not has_hopper_forms(DEVICE), reason="a kernel for Hopper, of one version of Triton")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched from now on."""
+    names: list[str] = []
+
+    def observe(kernel: Any, grid: Any, args: Any, constants: Any) -> None:
+        names.append(kernel.__name__)
+        _launcher.run_now(kernel, grid, args, constants)
+
+    monkeypatch.setattr(_launcher, "observer", observe)
+    return names
+
+
+@pytest.fixture
+def in_form(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Callable[..., list[Tensor]]:
+    """What F1 writes, in one form or the other, with any number of tokens."""
+
+    def write_project(hopper: bool, inputs: dict[str, Tensor | None], weights: Tensor | None) -> list[Tensor]:
+        monkeypatch.setattr(_write_project, "fills", lambda programs, device: hopper)
+        monkeypatch.setattr(_write_project, "leaves_idle", lambda programs, device: False)
+        x_in = None if weights is None else torch.full_like(inputs["f"], torch.nan)
+        collapse = _write_project.Collapse(weights, x_in)
+        y, projection = _write_project.write_project(**inputs, collapse=collapse)
+        assert launched[-1] == ("write_project_hopper_kernel" if hopper else "write_project_kernel")
+        return [y, projection.z, projection.squares, *(() if x_in is None else (x_in,))]
+
+    return write_project
+
+
+def _inputs(tokens: int, channels: int, rows: int = 24, *, mixes: bool = True, optional: bool = False):
+    torch.manual_seed(tokens + channels + rows)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=DEVICE)
+
+    inputs = dict(
+        x=normal(tokens, 4, channels).bfloat16(),
+        f=normal(tokens, channels).bfloat16(),
+        f_bias=normal(channels) if optional else None,
+        post=normal(tokens, 4),
+        res=normal(tokens, 4, 4) if mixes else None,
+        phi=normal(rows, 4 * channels) / 64,
+        norm_weight=normal(4 * channels).bfloat16() if optional else None,
+    )
+    return inputs, normal(tokens, 4)
+
+
+def _assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    for name, here, there in zip(("y", "z", "squares", "x_in"), got, want, strict=False):
+        assert not here.isnan().any(), name
+        assert torch.equal(here, there), name
+
+
+@pytest.mark.parametrize("channels", [128, 384, 1024, 1152, 2560, 5120, 7168, 9088])
+@pytest.mark.parametrize("tokens", [1, 31, 33, 64, 95, 200])
+def test_sizes(tokens: int, channels: int, in_form: Callable[..., list[Tensor]]) -> None:
+    """One sum and many, chains that end early and on time, one slice and several; tokens that fill no group."""
+    inputs, weights = _inputs(tokens, channels)
+    _assert_same(in_form(True, inputs, weights), in_form(False, inputs, weights))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 20, 24])
+@pytest.mark.parametrize("mixes", [True, False])
+@pytest.mark.parametrize("optional", [True, False])
+@pytest.mark.parametrize("collapses", [True, False])
+def test_options(
+    rows: int, mixes: bool, optional: bool, collapses: bool, in_form: Callable[..., list[Tensor]]
+) -> None:
+    inputs, weights = _inputs(130, 640, rows, mixes=mixes, optional=optional)
+    weights = weights if collapses else None
+    _assert_same(in_form(True, inputs, weights), in_form(False, inputs, weights))
+
+
+def test_many_programs_and_many_times(in_form: Callable[..., list[Tensor]]) -> None:
+    """Waves of programs, the last one partly there; warps that wait for each other never mix up two steps."""
+    inputs, weights = _inputs(20_001, 1280)
+    want = in_form(False, inputs, weights)
+    for _ in range(20):
+        _assert_same(in_form(True, inputs, weights), want)
+
+
+def test_what_is_not_a_number_stays_with_its_token(in_form: Callable[..., list[Tensor]]) -> None:
+    inputs, weights = _inputs(70, 256)
+    inputs["x"][3, 1, 200] = torch.inf
+    inputs["f"][40, 7] = torch.nan
+    got, want = in_form(True, inputs, weights), in_form(False, inputs, weights)
+    for here, there in zip(got, want, strict=True):
+        torch.testing.assert_close(here, there, rtol=0, atol=0, equal_nan=True)
+
+
+def _names(call: Any, launched: list[str]) -> list[str]:
+    launched.clear()
+    with torch.no_grad():
+        call()
+    return list(launched)
+
+
+@pytest.mark.parametrize(("name", "dtype", "channels", "hopper"), [
+    ("deepseek_v4", torch.bfloat16, 256, True),
+    ("deepseek_v41", torch.bfloat16, 256, True),
+    ("hy_v4", torch.bfloat16, 256, True),
+    ("mhc_lite", torch.bfloat16, 256, False),
+    ("deepseek_v4", torch.bfloat16, 192, False),
+    ("deepseek_v4", torch.float16, 256, False),
+    ("deepseek_v4", torch.float32, 256, False),
+])  # fmt: skip
+def test_where_it_is_used(name: str, dtype: torch.dtype, channels: int, hopper: bool, launched: list[str]) -> None:
+    multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    for tokens, enough in ((64 * multiprocessors, True), (64 * multiprocessors // 2, False)):
+        call = make_call("junction", RECIPES[name], lead=(tokens,), channels=channels, dtype=dtype, device=DEVICE)
+        expected = "write_project_hopper_kernel" if hopper and enough else "write_project_kernel"
+        assert _names(call, launched)[0] == expected
+
+
+def test_calls_are_repeated_and_captured() -> None:
+    """As plans launch it, with pointers, and in a CUDA graph: as through Triton, on tensors of another call."""
+    tokens = 64 * torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    options = dict(lead=(tokens,), channels=384, dtype=torch.bfloat16, device=DEVICE)
+    first, other = (make_call("junction", RECIPES["deepseek_v41"], seed=seed, **options) for seed in (1, 2))
+    run(first, "triton")
+    repeated = run(other, "triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_write_project, "fills", lambda programs, device: False)
+        patch.setattr(_launcher, "observer", _launcher.run_now)
+        want = run(other, "triton")
+    for name, value in want.items():
+        assert torch.equal(value, repeated[name]), name
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = other()
+    graph.replay()
+    for value, result in zip(captured, other(), strict=True):
+        assert torch.equal(value, result)
+
+
+def test_a_new_number_of_tokens_compiles_nothing() -> None:
+    """Both forms are compiled at the first launch of either."""
+    options = dict(channels=896, dtype=torch.bfloat16, device=DEVICE)
+    kernels = [_write_project.write_project_kernel, _write_project._hopper.write_project_hopper_kernel]
+
+    def compiled() -> list[int]:
+        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
+
+    before = compiled()
+    make_call("junction", RECIPES["deepseek_v4"], lead=(5,), **options)()
+    after = compiled()
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 1]
+    for tokens in (64 * _launch._multiprocessors_of(DEVICE), 77):
+        make_call("junction", RECIPES["deepseek_v4"], lead=(tokens,), **options)()
+    assert compiled() == after

@@ -1,0 +1,137 @@
+"""What surrounds the kernels for Hopper: which launches have such a form, and how their tensors are described. They
+themselves run on a GPU only (tests/gpu/test_hopper_form.py), and are compiled in test_crosscompile.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mhckit.kernels import _launcher, _write_project
+from mhckit.kernels import _write_project_hopper as hopper
+from mhckit.kernels._descriptors import Tiles, described, describing, signature_of, tiled_arguments
+from mhckit.kernels._launch import SUM_WIDTH, fills, has_hopper_forms
+
+CPU = torch.device("cpu")
+KERNEL = hopper.write_project_hopper_kernel
+
+
+def _args(
+    *, tokens: int = 5, streams: int = 4, channels: int = 256, rows: int = 24, dtype: torch.dtype = torch.bfloat16,
+    collapses: bool = True, writes: bool = True,
+) -> tuple[Any, ...]:  # fmt: skip
+    x, f = torch.zeros(tokens, streams, channels, dtype=dtype), torch.zeros(tokens, channels, dtype=dtype)
+    phi, weights = torch.zeros(rows, streams * channels), torch.zeros(tokens, streams)
+    x_in = torch.zeros_like(f) if collapses else None
+    z, squares = torch.zeros(1, tokens, rows), torch.zeros(1, tokens)
+    f, y = (f, torch.zeros_like(x)) if writes else (None, None)
+    return x, f, None, weights, None, phi, None, weights, y, x_in, z, squares, tokens, channels, channels, rows
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_write_project, "has_hopper_forms", lambda device: True)
+
+
+def test_both_forms_take_the_same_arguments() -> None:
+    count = len(_args())
+    assert KERNEL.arg_names[:count] == _write_project.write_project_kernel.arg_names[:count]
+    assert KERNEL.arg_names[count:] == ["N"]
+
+
+def test_a_step_is_one_sum() -> None:
+    assert hopper.PANELS.value * hopper.PANEL.value == SUM_WIDTH
+
+
+@pytest.mark.parametrize(("change", "exists"), [
+    ({}, True),
+    ({"rows": 8}, True),
+    ({"rows": 25}, False),
+    ({"streams": 2}, False),
+    ({"channels": 192}, False),
+    ({"dtype": torch.float16}, False),
+    ({"writes": False}, False),
+])  # fmt: skip
+def test_which_launches_have_the_form(on_hopper: None, change: dict[str, Any], exists: bool) -> None:
+    args = _args(**change)
+    assert (_write_project._hopper_form(args) is not None) == exists
+    own = _write_project._form(args)
+    forms = _launcher.forms(own.kernel, args, own.constants)
+    assert [form.kernel for form in forms] == [own.kernel, *([KERNEL] if exists else [])]
+
+
+def test_mixed_dtypes_do_not(on_hopper: None) -> None:
+    args = list(_args())
+    for position, dtype in ((1, torch.float32), (5, torch.bfloat16), (9, torch.float32)):
+        changed = [*args[:position], args[position].to(dtype), *args[position + 1 :]]
+        assert _write_project._hopper_form(tuple(changed)) is None
+
+
+def test_each_form_knows_the_other(on_hopper: None) -> None:
+    args = _args()
+    form = _write_project._hopper_form(args)
+    assert form is not None
+    _, other = _launcher.forms(form.kernel, args, form.constants)
+    assert other == _write_project._form(args)
+
+
+def test_not_without_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    for capability, has in (((8, 0), False), ((9, 0), True), ((10, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert has_hopper_forms(device) == has
+    monkeypatch.setattr("mhckit.kernels._launch.HAS_GLUON", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert not has_hopper_forms(device)
+
+
+@pytest.mark.parametrize(("programs", "full"), [
+    (0, True), (1, False), (66, False), (105, False), (106, True), (132, True), (133, False), (211, False), (212, True),
+    (265, False), (317, True), (1000, True),
+])  # fmt: skip
+def test_how_many_programs_are_enough(programs: int, full: bool) -> None:
+    """Of 132 multiprocessors at most a fifth is idle, over all waves."""
+    assert fills(programs, CPU) == full
+
+
+def test_tensors_are_described() -> None:
+    args = _args()
+    arguments = described(KERNEL, args, {"N": 4})
+    names = dict(zip(KERNEL.arg_names, arguments, strict=False))
+    shapes = {name: names[name].shape for name in ("x", "f", "phi", "y", "x_in")}
+    assert shapes == {"x": [5, 1024], "f": [5, 256], "phi": [24, 1024], "y": [5, 1024], "x_in": [5, 256]}
+    assert [name for name, value in names.items() if hasattr(value, "block_shape")] == ["x", "f", "phi", "y", "x_in"]
+    assert names["phi"].block_shape == [8, 64] and names["phi"].strides == [1024, 1]
+    assert names["y"].base is args[8] and names["y"].block_shape == [32, 64]
+    assert described(KERNEL, _args(collapses=False), {"N": 4})[9] is None
+    assert described(_write_project.write_project_kernel, args, {"N": 4}) is args
+
+
+def test_a_launch_describes_pointers() -> None:
+    """What a plan repeats are pointers; what a first launch has are tensors. Triton's driver gets the same from both."""
+    args, launched = _args(), []
+    launch = describing(lambda *values: launched.append(values), KERNEL, 2, {"N": 4})
+    pointers = tuple(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in args)
+    for arguments in (args, pointers):
+        launch(1, 1, 1, "stream", "setting", "another", *arguments, 4)
+    for values, arguments in zip(launched, (args, pointers), strict=True):
+        assert values[:6] == (1, 1, 1, "stream", "setting", "another") and values[-1] == 4
+        for position, (shape, _tile) in tiled_arguments[KERNEL.__name__](args, {"N": 4}).items():
+            matrix = values[6 + position]
+            assert matrix.base.data_ptr() == pointers[position]
+            assert (matrix.shape, matrix.strides, matrix.padding) == (shape, (shape[1], 1), "zero")
+        assert values[6 + 3] is arguments[3] and values[6 + 12] == 5
+
+
+def test_kernels_without_such_tensors_are_launched_as_they_are() -> None:
+    run = lambda *values: None  # noqa: E731
+    assert describing(run, _write_project.write_project_kernel, 2, {}) is run
+
+
+def test_signature() -> None:
+    """As Triton writes it for the descriptor of such a tensor, and what it compiles from."""
+    tile = Tiles((5, 1024), (32, 64)).tile
+    assert signature_of("bf16", tile, 2).startswith("tensordesc<bf16[32, 64],NVMMASharedLayout(swizzle_byte_width=128")
