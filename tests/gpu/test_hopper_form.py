@@ -85,9 +85,7 @@ def test_sizes(tokens: int, channels: int, in_form: Callable[..., list[Tensor]])
 @pytest.mark.parametrize("mixes", [True, False])
 @pytest.mark.parametrize("optional", [True, False])
 @pytest.mark.parametrize("collapses", [True, False])
-def test_options(
-    rows: int, mixes: bool, optional: bool, collapses: bool, in_form: Callable[..., list[Tensor]]
-) -> None:
+def test_options(rows: int, mixes: bool, optional: bool, collapses: bool, in_form: Callable[..., list[Tensor]]) -> None:
     inputs, weights = _inputs(130, 640, rows, mixes=mixes, optional=optional)
     weights = weights if collapses else None
     _assert_same(in_form(True, inputs, weights), in_form(False, inputs, weights))

@@ -88,12 +88,9 @@ def test_not_without_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_hopper_forms(device)
 
 
-@pytest.mark.parametrize(("programs", "full"), [
-    (0, True), (1, False), (66, False), (105, False), (106, True), (132, True), (133, False), (211, False), (212, True),
-    (265, False), (317, True), (1000, True),
-])  # fmt: skip
+@pytest.mark.parametrize(("programs", "full"), [(0, False), (1, False), (98, False), (99, True), (133, True)])
 def test_how_many_programs_are_enough(programs: int, full: bool) -> None:
-    """Of 132 multiprocessors at most a fifth is idle, over all waves."""
+    """Three quarters of 132 multiprocessors have one."""
     assert fills(programs, CPU) == full
 
 
@@ -111,7 +108,7 @@ def test_tensors_are_described() -> None:
 
 
 def test_a_launch_describes_pointers() -> None:
-    """What a plan repeats are pointers; what a first launch has are tensors. Triton's driver gets the same from both."""
+    """A plan repeats pointers, and a first launch has tensors: Triton's driver gets the same from both."""
     args, launched = _args(), []
     launch = describing(lambda *values: launched.append(values), KERNEL, 2, {"N": 4})
     pointers = tuple(value.data_ptr() if isinstance(value, torch.Tensor) else value for value in args)

@@ -62,9 +62,7 @@ def shared_layout(element_size: int) -> Any:
     return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=2)
 
 
-def describing(
-    run: Callable[..., None], kernel: Any, settings: int, constants: dict[str, Any]
-) -> Callable[..., None]:
+def describing(run: Callable[..., None], kernel: Any, settings: int, constants: dict[str, Any]) -> Callable[..., None]:
     """A driver's launch of a compiled kernel that takes tensors or pointers; of so many settings behind the stream."""
     tiles_of = tiled_arguments.get(kernel.__name__)
     if tiles_of is None:

@@ -54,8 +54,9 @@ class Form(NamedTuple):
 
 
 # Kernels, by name, of which another form is launched with another number of tokens: from the arguments and the
-# constants of a launch, the other forms. They are compiled together, so that a new number of tokens compiles nothing; but not where
-# launches go through Triton (AMD, hooks), and a search for launch parameters may find others for the other form.
+# constants of a launch, the other forms. They are compiled together, so that a new number of tokens compiles nothing;
+# but not where launches go through Triton (AMD, hooks), and a search for launch parameters may find others for the
+# other form.
 other_forms: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], list[Form]]] = {}
 
 _compiled: dict[tuple[Any, ...], Compiled] = {}

@@ -66,7 +66,8 @@ def _recorded(run: Callable[[], object]) -> list[Launch]:
 
     def observe(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         if operators.runs_one():
-            launches.extend(Launch(kernel, grid, args, form) for kernel, form in _launcher.forms(kernel, args, constants))
+            forms = _launcher.forms(kernel, args, constants)
+            launches.extend(Launch(form.kernel, grid, args, form.constants) for form in forms)
         else:
             (outer or _launcher.run_now)(kernel, grid, args, constants)
 
