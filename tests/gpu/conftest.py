@@ -18,7 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--commit", default="unknown", help="the commit under test, for the summary")
 
 
-LONGEST = ("test_sanitizer", "test_every_number_of_streams[junction-8]", "test_compiled_network")
+LONGEST = (
+    "test_sanitizer",
+    "test_exported_on_gpu",
+    "test_every_number_of_streams[junction-8]",
+    "test_compiled_network",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -48,7 +48,8 @@ def test_a_step_is_one_sum() -> None:
 @pytest.mark.parametrize(("change", "exists"), [
     ({}, True),
     ({"rows": 8}, True),
-    ({"rows": 25}, False),
+    ({"rows": 32}, True),
+    ({"rows": 33}, False),
     ({"streams": 2}, False),
     ({"channels": 192}, False),
     ({"dtype": torch.float16}, False),

@@ -91,6 +91,26 @@ def test_slots(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @with_small_sums
+@pytest.mark.parametrize(("streams", "channels", "dtype", "ends_early"), [
+    (4, 3 * SUM, torch.bfloat16, True),
+    (4, 3 * SUM + 5, torch.bfloat16, False),
+    (4, 3 * SUM + 5, torch.float32, True),
+    (5, 3 * SUM, torch.bfloat16, False),
+])  # fmt: skip
+def test_where_sums_end_early(
+    streams: int, channels: int, dtype: torch.dtype, ends_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where a program that writes has no registers for sums that are not added up."""
+    monkeypatch.setattr(_write_project, "leaves_idle", lambda programs, device: True)
+    recipe = RECIPES["deepseek_v4"].replace(streams=streams)
+    call = make_call("junction", recipe, lead=(5,), channels=channels, dtype=dtype, device=DEVICE, optional=False)
+    x, f, phi, post = (call.tensors[name] for name in ("x", "f", "phi", "mix_post"))
+    _, projection = _write_project.write_project(x, f, None, post, None, phi, None)
+    assert (projection.many, projection.z.shape[0]) == ((True, -(-channels // SUM)) if ends_early else (None, 1))
+    assert _write_project.project_partials(x, phi, None).many is True, "without writing it has"
+
+
+@with_small_sums
 def test_one_sum_has_one_form() -> None:
     call = _call("project", "paper", SUM)
     projection = _write_project.project_partials(call.tensors["x"], call.tensors["phi"], None)

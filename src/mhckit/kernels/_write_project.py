@@ -9,6 +9,8 @@ and f, writes y: 18C bytes per token for 4 streams of 2-byte activations, 20C wi
 
 Sums are over SUM_WIDTH channels of all streams at a time. A program takes `span` channels: a slice, whose sums it adds
 up, or with few tokens the channels of one sum, so that many programs share a token. `_partial_sums` has the order.
+Where SUM_WIDTH is None, a slice is one sum (`sum_width`). Many tokens on Hopper have a form of their own, with the same
+sums: `_write_project_hopper`.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ from ._launch import (
     shared_memory_of,
     slice_width,
     starts_early,
+    sum_width,
     threads_hold_neighbours,
     tokens_of,
     write_launch,
@@ -110,9 +113,9 @@ def write_project_kernel(
         IN_PARTS: tl.constexpr = x.dtype.element_ty == tl.bfloat16
         z = _zeros(ROW_BLOCKS, 2 * ROWS if IN_PARTS else ROWS, BLOCK_T)
         square = tl.zeros((BLOCK_T, BLOCK_C // 8), tl.float32)
-        # The chain of sums that is not finished, and finished chains (see `_partial_sums`), of z and of the squares.
+        # Of z and of the squares: the chain of sums that is not finished, and finished chains (see `_partial_sums`).
         chain = _zeros(ROW_BLOCKS, ROWS, BLOCK_T) + (tl.zeros((BLOCK_T,), tl.float32),)
-        pairs = _no_pairs(chain)
+        pairs = () if SUM_WIDTH is None else _no_pairs(chain)
     begin = split * span
     end = tl.minimum(begin + span, C)  # span is a multiple of BLOCK_C
     for start in tl.range(begin, end, BLOCK_C, num_stages=STAGES):
@@ -155,22 +158,25 @@ def write_project_kernel(
                     z = _add_projection(z, pair, phi, norm_weight, k, exists, N * C, P, ROWS, PRECISION, PTX)
                 else:
                     z = _add_projection(z, tiles[o], phi, norm_weight, o * C + c, here, N * C, P, ROWS, PRECISION, PTX)
-            done = start + BLOCK_C - begin
-            if (done % SUM_WIDTH == 0) | (start + BLOCK_C >= end):
-                chain = _add_sums(chain, z, square, IN_PARTS)
-                z = _zeros(ROW_BLOCKS, 2 * ROWS if IN_PARTS else ROWS, BLOCK_T)
-                square = tl.zeros((BLOCK_T, BLOCK_C // 8), tl.float32)
-                if (done % (CHAIN * SUM_WIDTH) == 0) | (start + BLOCK_C >= end):
-                    pairs = _push(pairs, chain, (done - BLOCK_C) // (CHAIN * SUM_WIDTH))
-                    chain = _zeros(ROW_BLOCKS, ROWS, BLOCK_T) + (tl.zeros((BLOCK_T,), tl.float32),)
+            if SUM_WIDTH is not None:
+                done = start + BLOCK_C - begin
+                if (done % SUM_WIDTH == 0) | (start + BLOCK_C >= end):
+                    chain = _add_sums(chain, z, square, IN_PARTS)
+                    z = _zeros(ROW_BLOCKS, 2 * ROWS if IN_PARTS else ROWS, BLOCK_T)
+                    square = tl.zeros((BLOCK_T, BLOCK_C // 8), tl.float32)
+                    if (done % (CHAIN * SUM_WIDTH) == 0) | (start + BLOCK_C >= end):
+                        pairs = _push(pairs, chain, (done - BLOCK_C) // (CHAIN * SUM_WIDTH))
+                        chain = _zeros(ROW_BLOCKS, ROWS, BLOCK_T) + (tl.zeros((BLOCK_T,), tl.float32),)
     if phi is not None:
+        if SUM_WIDTH is None:
+            totals = _add_sums(chain, z, square, IN_PARTS)
+        else:
+            totals = _end_pairs(pairs, tl.cdiv(end - begin, CHAIN * SUM_WIDTH))
         slot = tl.cast(split, tl.int64) * T + t
-        chains = tl.cdiv(end - begin, CHAIN * SUM_WIDTH)
         for block in tl.static_range(ROW_BLOCKS):
             rows = block * ROWS + tl.arange(0, ROWS)
-            total = end_pairs(pairs[block], chains)
-            store_as(partials, slot[None, :] * P + rows[:, None], total, live[None, :] & (rows < P)[:, None])
-        store_as(squares, slot, end_pairs(pairs[ROW_BLOCKS], chains), live)
+            store_as(partials, slot[None, :] * P + rows[:, None], totals[block], live[None, :] & (rows < P)[:, None])
+        store_as(squares, slot, totals[ROW_BLOCKS], live)
 
 
 @triton.jit
@@ -203,6 +209,14 @@ def _push(pairs, chain, index):
     for i in tl.static_range(len(chain)):
         pushed = pushed + (push(pairs[i], chain[i], index),)
     return pushed
+
+
+@triton.jit
+def _end_pairs(pairs, count):
+    totals = ()
+    for i in tl.static_range(len(pairs)):
+        totals = totals + (end_pairs(pairs[i], count),)
+    return totals
 
 
 @triton.jit
@@ -316,11 +330,12 @@ def _project(
     may_be_many: bool,
 ) -> Projection:
     T, _, C = tokens_of(x)
-    width = slice_width(C)
+    width, sums = slice_width(C), _sum_width(x, f)
     slices = cdiv(C, width)
     block_t = _launch_of(x, f, phi).block_t
-    many = may_be_many and width > SUM_WIDTH and leaves_idle(cdiv(T, block_t) * slices, x.device)
-    span = SUM_WIDTH if many else width
+    has_two_forms = sums is not None and width > sums
+    many = may_be_many and has_two_forms and leaves_idle(cdiv(T, block_t) * slices, x.device)
+    span = sums if many else width
     slots = cdiv(C, span)
     z, squares = empty(phi, slots, T, phi.shape[0], dtype=FLOAT), empty(phi, slots, T, dtype=FLOAT)
     args = (
@@ -333,7 +348,11 @@ def _project(
         if not many and fills(programs * slices, x.device):
             form, block_t = hopper, _hopper.TOKENS
     run(form.kernel, (cdiv(T, block_t), slots), *args, **form.constants)
-    return Projection(z, squares, width // span, many if width > SUM_WIDTH else None)
+    return Projection(z, squares, width // span, many if has_two_forms else None)
+
+
+def _sum_width(x: Tensor, f: Tensor | None) -> int | None:
+    return sum_width(x.shape[-2], writes=f is not None, wide=loads_are_wide(x) or x.element_size() == 4)
 
 
 def _launch_of(x: Tensor, f: Tensor | None, phi: Tensor) -> Launch:
@@ -351,7 +370,7 @@ def _form(args: tuple[Any, ...]) -> Form:
     x, f, phi = args[0], args[1], args[5]
     launch = _launch_of(x, f, phi)
     constants = dict(
-        N=x.shape[-2], SUM_WIDTH=SUM_WIDTH, ROWS=ROWS, ROW_BLOCKS=row_blocks(phi.shape[0]),
+        N=x.shape[-2], SUM_WIDTH=_sum_width(x, f), ROWS=ROWS, ROW_BLOCKS=row_blocks(phi.shape[0]),
         IN_THREAD=threads_hold_neighbours(x, launch), PRECISION=PRECISION, PTX=has_ptx(x.device),
         EARLY=starts_early(x.device), **launch.meta(),
     )  # fmt: skip

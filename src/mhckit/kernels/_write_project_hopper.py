@@ -41,10 +41,9 @@ GROUP = gl.constexpr(32)
 PANEL = gl.constexpr(64)
 PANELS = gl.constexpr(SUM_WIDTH // 64)
 STEPS_IN_FLIGHT = gl.constexpr(3)
-# Pieces of phi in shared memory: two in use, two on their way. Of up to MAX_ROWS rows; eight make a tile.
-PIECES = gl.constexpr(4)
+# Rows of phi that make a tile, and how many there may be: as many as a dot takes, with their low parts.
 PHI_TILE = gl.constexpr(8)
-MAX_ROWS = 24
+MAX_ROWS = 32
 # Registers for each thread of `project` and of the others; `write` has what is left of 64K.
 PROJECT_REGISTERS = gl.constexpr(176)
 COPY_REGISTERS = gl.constexpr(32)
@@ -73,7 +72,11 @@ def _load(x, f, x_slots, f_slots, loaded, free, first, begin, end, C: gl.constex
 
 
 @gluon.jit
-def _load_phi(phi, pieces, loaded, free, begin, end, C: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr):
+def _load_phi(
+    phi, pieces, loaded, free, begin, end, C: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
+    PIECES: gl.constexpr,
+):  # fmt: skip
+    """PIECES of phi are in shared memory at once: two in use, the others on their way or being split."""
     for part in range((end - begin) // PANEL * N):  # a stream's part of a piece
         piece, i = part // N, part % N
         slot = piece % PIECES
@@ -193,7 +196,7 @@ def _one_below_the_other(top, bottom):
 @gluon.jit
 def _split_phi(
     pieces, norm_weight, loaded, piece, begin, PARTS: gl.constexpr, C: gl.constexpr, N: gl.constexpr,
-    TILES: gl.constexpr,
+    TILES: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """A piece of phi becomes its parts, in place: of each tile eight rows of high parts, then eight of low ones."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
@@ -221,6 +224,7 @@ def _split_phi(
 def _project(
     x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end, split,
     PARTS: gl.constexpr, C: gl.constexpr, P: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
+    PIECES: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
     zero = gl.zeros([8 * PHI_TILE, GROUP], gl.float32, mma)
@@ -229,7 +233,7 @@ def _project(
     pairs, other_pairs = (nothing, nothing, nothing), (other_chain, other_chain, other_chain)
     steps = (end - begin) // PANEL
     for piece in range(2):
-        _split_phi(pieces, norm_weight, phi_loaded, piece, begin, PARTS, C, N, TILES)
+        _split_phi(pieces, norm_weight, phi_loaded, piece, begin, PARTS, C, N, TILES, PIECES)
     for step in range(steps):
         slot = step % STEPS_IN_FLIGHT
         mbarrier.wait(written.index(slot), step // STEPS_IN_FLIGHT % 2)
@@ -241,14 +245,17 @@ def _project(
                 rows = tile._reinterpret(gl.bfloat16, [8 * PHI_TILE, PANEL], PARTS)
                 columns = x_slots.index(slot * PANELS + p).slice(o * GROUP, GROUP).permute((1, 0))
                 z = warpgroup_mma(rows, columns, z, use_acc=(p + o) > 0, is_async=True)
-        if step + 2 < steps:
-            _split_phi(pieces, norm_weight, phi_loaded, step + 2, begin, PARTS, C, N, TILES)
+        # Each step splits a piece of the next sum, while it multiplies; a fourth piece has room, or the third waits.
+        if (PIECES > 3 or step % 2 == 0) and step + 2 < steps:
+            _split_phi(pieces, norm_weight, phi_loaded, step + 2, begin, PARTS, C, N, TILES, PIECES)
         z = warpgroup_mma_wait(0, deps=[z])
         gl.thread_barrier()
         mbarrier.arrive(free.index(slot), count=1)
         if step % 2 == 1:
             mbarrier.arrive(phi_free.index((step - 1) % PIECES), count=1)
             mbarrier.arrive(phi_free.index(step % PIECES), count=1)
+            if PIECES == 3 and step + 2 < steps:
+                _split_phi(pieces, norm_weight, phi_loaded, step + 2, begin, PARTS, C, N, TILES, PIECES)
         chain += sum_parts(z)
         if _ends_a_chain(step, begin, end):
             pairs = push(pairs, chain, step // (2 * CHAIN))
@@ -289,6 +296,7 @@ def write_project_hopper_kernel(
     N: gl.constexpr,
 ):
     TILES: gl.constexpr = (P + PHI_TILE - 1) // PHI_TILE
+    PIECES: gl.constexpr = 4 if TILES < 4 else 3  # as many as fit
     PARTS: gl.constexpr = x.layout
     first, split = gl.program_id(0) * 64, gl.program_id(1)
     begin = split * span
@@ -316,9 +324,9 @@ def write_project_hopper_kernel(
             (_write, (x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T, begin,
                       end, split, COLLAPSES, N)),
             (_project, (x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin,
-                        end, split, PARTS, C, P, N, TILES)),
+                        end, split, PARTS, C, P, N, TILES, PIECES)),
             (_load, (x, f, x_slots, f_slots, loaded, free, first, begin, end, C, N)),
-            (_load_phi, (phi, pieces, phi_loaded, phi_free, begin, end, C, N, TILES)),
+            (_load_phi, (phi, pieces, phi_loaded, phi_free, begin, end, C, N, TILES, PIECES)),
             (_store, (y, x_in, x_slots, f_slots, written, free, first, begin, end, C, N)),
         ],
         [4, 1, 1, 1],
