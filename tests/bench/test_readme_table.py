@@ -72,14 +72,30 @@ def test_results_of_the_newest_commit(tmp_path: Path) -> None:
     append_lines(results, [line | {"commit": "old", "device": "Other GPU"} for line in sample.lines()])
     append_lines(results, sample.lines())
     written = with_results(README, results)
-    assert "Sample GPU" in written and "commit new" in written and "4.0 TB/s" in written
-    assert "Other GPU" not in written and "stale" not in written
-    assert "| 2 x 3 | 100 (50%) | 200 (50%) | 300 (50%) | 5 | 2.0% | 3.0x |" in written
-    assert "| 2 x 3, norm | 110 (50%) | 290 (50%) | 400 (50%) | 5 |  |  |" in written
+    assert "Sample GPU" in written and "4.0 TB/s" in written
+    assert "Other GPU" not in written and "stale" not in written and "old" not in written
+    assert "| 2 x 3 | 100 (50%) | 200 (50%) | 300 (50%) | 5 | 2.0% | new |" in written
+    assert "| 2 x 3, norm | 110 (50%) | 290 (50%) | 400 (50%) | 5 |  | new |" in written
+    assert "in one run (commit new):\n\n| tokens x C | mhckit | eager |" in written
+    assert "| 2 x 3 | 300 | 900 (3.0x) |" in written and "norm | 400" not in written
+    assert "| kernel, 2 x 3, commit new |" in written
     assert "| F1 | 40 (25%) | 10 |" in written and "| F1 | 50" not in written
-    assert "forward 33 us, backward 44 us, without gradients 22 us" in written and "takes 7 s to compile" in written
+    assert "(commit new): forward 33 us, backward 44 us, without gradients 22 us" in written
+    assert "From an empty cache (commit new), the first junction of a size takes 7 s to compile" in written
     assert written.count("all other operators, 12 s. `mhckit.warmup` compiles all of them in 4 s.") == 1
     assert with_results(written, results) == written
+
+
+def test_a_shape_that_was_measured_again_alone(tmp_path: Path) -> None:
+    """Its row is of the later commit, the others stay; what is beside others is of the run with the others."""
+    results = tmp_path / "results.jsonl"
+    append_lines(results, sample.lines())
+    again = [sample.FACTS | line | {"commit": "later"} for line in sample.sublayer(sample.SMALL, 50.0, 100.0)]
+    append_lines(results, again)
+    written = with_results(README, results)
+    assert "| 2 x 3 | 50 (50%) | 100 (50%) | 150 (50%) | 5 | 2.0% | later |" in written
+    assert "| 2 x 3, norm | 110 (50%) | 290 (50%) | 400 (50%) | 5 |  | new |" in written
+    assert "| 2 x 3 | 300 | 900 (3.0x) |" in written
 
 
 def test_results_from_before_there_was_a_warmup(tmp_path: Path) -> None:

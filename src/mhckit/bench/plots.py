@@ -8,18 +8,22 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .budgets import DIRECTIONS, ROLES
-from .results import Line, by_case, case_label, case_of, newest, of_kind
+from .results import Line, by_case, case_label, case_of, commits_of, latest, newest, of_kind
 
 _GROUP_WIDTH = 0.8
 
 
 def write_plots(lines: list[Line], folder: Path) -> list[Path]:
-    """kernels.png, ceiling.png and speedup.png for the commit at which the sublayer was measured last, recipes.png and
-    inference.png for those at which they were, if they were; the files written.
+    """kernels.png and ceiling.png with the last measurement of each shape; speedup.png, recipes.png and inference.png
+    for the commits at which they were measured last, if they were; the files written.
     """
-    last, recipes, decode = (newest(lines, kind) for kind in ("junction", "recipe", "decode"))
+    compared, recipes, decode = (newest(lines, kind) for kind in ("baseline", "recipe", "decode"))
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {"kernels.png": _kernels(last), "ceiling.png": _ceiling(last), "speedup.png": _speedup(last)}
+    pictures = {
+        "kernels.png": _kernels(latest(lines, "kernel")),
+        "ceiling.png": _ceiling(latest(lines, "junction")),
+        "speedup.png": _speedup(compared),
+    }
     if of_kind(recipes, "recipe"):
         pictures["recipes.png"] = _recipes(recipes)
     if of_kind(decode, "decode"):
@@ -34,21 +38,21 @@ def _kernels(lines: list[Line]) -> Figure:
     bars = {
         role: _percent_per_case(of_kind(lines, "kernel", operator="junction", kernel=role)) for role in ROLES.values()
     }
-    return _ceiling_bars(lines[-1], bars)
+    return _ceiling_bars(lines, bars)
 
 
 def _ceiling(lines: list[Line]) -> Figure:
     """Bars per case: the part of the copy ceiling that the sublayer reaches in each direction."""
     bars = {direction: _percent_per_case(of_kind(lines, "junction", direction=direction)) for direction in DIRECTIONS}
-    return _ceiling_bars(lines[-1], bars)
+    return _ceiling_bars(lines, bars)
 
 
 def _percent_per_case(lines: list[Line]) -> dict[str, float]:
     return {case_label(case): 100 * line["of_ceiling"] for case, line in by_case(lines).items()}
 
 
-def _ceiling_bars(line: Line, bars: dict[str, dict[str, float]]) -> Figure:
-    figure, axes = _figure(line, "percent of the copy ceiling")
+def _ceiling_bars(lines: list[Line], bars: dict[str, dict[str, float]]) -> Figure:
+    figure, axes = _figure(lines, "percent of the copy ceiling")
     axes.axhline(100, color="black", linewidth=0.8)
     _grouped_bars(axes, bars)
     return figure
@@ -63,7 +67,7 @@ def _speedup(lines: list[Line]) -> Figure:
         if case in own:
             faster = line["microseconds"] / own[case]["microseconds"]
             bars.setdefault(line["baseline"], {})[case_label(case)] = faster
-    return _times_as_long(lines[-1], "mhckit", bars)
+    return _times_as_long(lines, "mhckit", bars)
 
 
 def _recipes(lines: list[Line]) -> Figure:
@@ -71,11 +75,11 @@ def _recipes(lines: list[Line]) -> Figure:
     bars: dict[str, dict[str, float]] = {}
     for line in of_kind(lines, "recipe", direction="both"):
         bars.setdefault(line["recipe"], {})[case_label(case_of(line))] = line["of_sinkhorn"]
-    return _times_as_long(lines[-1], "the Sinkhorn recipe", bars)
+    return _times_as_long(lines, "the Sinkhorn recipe", bars)
 
 
-def _times_as_long(line: Line, other: str, bars: dict[str, dict[str, float]]) -> Figure:
-    figure, axes = _figure(line, f"times as long as {other}, forward and backward")
+def _times_as_long(lines: list[Line], other: str, bars: dict[str, dict[str, float]]) -> Figure:
+    figure, axes = _figure(lines, f"times as long as {other}, forward and backward")
     axes.axhline(1, color="black", linewidth=0.8)
     _grouped_bars(axes, bars)
     return figure
@@ -87,17 +91,17 @@ def _decode(lines: list[Line]) -> Figure:
     for line in of_kind(lines, "decode", implementation="mhckit"):
         name = f"{line['recipe']}, C {line['channels']}"
         bars.setdefault(name, {})[str(line["tokens"])] = line["microseconds"]
-    figure, axes = _figure(lines[-1], "us of a junction in a CUDA graph, without gradients")
+    figure, axes = _figure(lines, "us of a junction in a CUDA graph, without gradients")
     axes.set_xlabel("tokens")
     _grouped_bars(axes, bars)
     return figure
 
 
-def _figure(line: Line, quantity: str) -> tuple[Figure, Axes]:
+def _figure(lines: list[Line], quantity: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.add_subplot()
     axes.set_ylabel(quantity)
-    axes.set_title(f"mHC sublayer on {line['device']}, {line['dtype']}, commit {line['commit']}")
+    axes.set_title(f"mHC sublayer on {lines[-1]['device']}, {lines[-1]['dtype']}, commit {commits_of(lines)}")
     return figure, axes
 
 

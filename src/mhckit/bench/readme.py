@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .budgets import DIRECTIONS
 from .cases import RECIPE
-from .results import Line, by_case, case_label, case_of, newest, of_kind, read_lines
+from .results import Line, by_case, case_label, case_of, latest, newest, of_kind, read_lines
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 TRACE_BEGIN, TRACE_END = "<!-- trace: begin -->", "<!-- trace: end -->"
@@ -42,9 +42,17 @@ def _with_block(text: str, begin: str, end: str, block: str) -> str:
 
 
 def results_block(lines: list[Line]) -> str:
-    """Of the commit at which the sublayer was measured last; other recipes and inference each of their own."""
-    last = newest(lines, "junction")
-    parts = (_setting(last), _sublayer(last), _kernels(last), _recipes(lines), _decode(lines), _host(last))
+    """Of each shape of the sublayer the last measurement; the rest each of the commit that measured it last."""
+    own = latest(lines, "junction")
+    parts = (
+        _setting(own),
+        _sublayer(own, lines),
+        _kernels(lines),
+        _others(lines),
+        _recipes(lines),
+        _decode(lines),
+        _host(lines),
+    )
     return "\n\n".join(part for part in parts if part)
 
 
@@ -114,41 +122,61 @@ def _costs(lines: list[Line]) -> str:
 
 
 def _setting(lines: list[Line]) -> str:
-    line = lines[0]  # those that follow may be of another recipe
+    last = lines[-1]
     ceilings = sorted({line["copy_terabytes_per_second"] for line in lines})
     return (
-        f"Measured on one {line['device']} with torch {line['torch']}, Triton {line['triton']} and Python "
-        f"{line['python']} at commit {line['commit']}, {line['date']}: {line['dtype']}, recipe `{line['recipe']}`, "
-        "4 streams unless N says otherwise. Percentages are of what a large copy reaches in the same run, "
+        f"Measured on one {last['device']} with torch {last['torch']}, Triton {last['triton']} and Python "
+        f"{last['python']}: {last['dtype']}, recipe `{last['recipe']}`, 4 streams unless N says otherwise. "
+        "Percentages are of what a large copy reaches in the same run, "
         f"{' to '.join(map(str, dict.fromkeys((ceilings[0], ceilings[-1]))))} TB/s."
     )
 
 
-def _sublayer(lines: list[Line]) -> str:
-    """A row per case: time and part of the ceiling in each direction, launches, memory, and how much faster."""
-    directions = {name: by_case(of_kind(lines, "junction", direction=name)) for name in DIRECTIONS}
-    memory = by_case(of_kind(lines, "memory"))
-    names = list(dict.fromkeys(line["baseline"] for line in of_kind(lines, "baseline")))
-    others = {name: by_case(of_kind(lines, "baseline", baseline=name, direction="both")) for name in names}
+def _sublayer(own: list[Line], lines: list[Line]) -> str:
+    """A row per case: time and part of the ceiling in each direction, launches, memory, and where it was measured."""
+    directions = {name: by_case(of_kind(own, "junction", direction=name)) for name in DIRECTIONS}
+    memory = by_case(latest(lines, "memory"))
     rows = []
     for case, both in directions["both"].items():
         times = [_time_and_part(by[case]) for by in directions.values()]
         workspace = f"{memory[case]['workspace_of_x']:.1%}" if case in memory else ""
-        faster = [_speedup(other.get(case), both) for other in others.values()]
-        rows.append([case_label(case), *times, str(both["launches"]), workspace, *faster])
-    columns = ["tokens x C", "forward, us", "backward, us", "both, us", "launches", "workspace / x"]
-    return _markdown([*columns, *(f"faster than {name}" for name in names)], rows)
+        rows.append([case_label(case), *times, str(both["launches"]), workspace, both["commit"]])
+    columns = ["tokens x C", "forward, us", "backward, us", "both, us", "launches", "workspace / x", "commit"]
+    return _markdown(columns, rows)
+
+
+def _others(lines: list[Line]) -> str:
+    """A row per case: the sublayer as others compute it, beside ours of the same run."""
+    run = newest(lines, "baseline")
+    own = by_case(of_kind(run, "junction", direction="both"))
+    measured = of_kind(run, "baseline", direction="both")
+    names = list(dict.fromkeys(line["baseline"] for line in measured))
+    others = {name: by_case(of_kind(measured, "baseline", baseline=name)) for name in names}
+    rows = [
+        [
+            case_label(case),
+            f"{line['microseconds']:.0f}",
+            *(_times_as_long(by.get(case), line) for by in others.values()),
+        ]
+        for case, line in own.items()
+        if any(case in by for by in others.values())
+    ]
+    if not rows:
+        return ""
+    heading = f"Forward and backward beside plain PyTorch, us, in one run (commit {run[-1]['commit']}):"
+    return f"{heading}\n\n{_markdown(['tokens x C', 'mhckit', *names], rows)}"
 
 
 def _kernels(lines: list[Line]) -> str:
     """The kernels of the sublayer, for the case that was measured first."""
-    measured = of_kind(lines, "kernel", operator="junction")
+    measured = of_kind(newest(lines, "kernel"), "kernel", operator="junction")
     if not measured:
         return ""
     case = case_of(measured[0])
     of_case = [line for line in measured if case_of(line) == case]
     rows = [[line["kernel"], _time_and_part(line), f"{line['floor_microseconds']:.0f}"] for line in of_case]
-    return _markdown([f"kernel, {case_label(case)}", "us", "its bytes at the ceiling, us"], rows)
+    heading = f"kernel, {case_label(case)}, commit {measured[0]['commit']}"
+    return _markdown([heading, "us", "its bytes at the ceiling, us"], rows)
 
 
 def _recipes(lines: list[Line]) -> str:
@@ -193,15 +221,17 @@ def _decode(lines: list[Line]) -> str:
 
 def _host(lines: list[Line]) -> str:
     """What a call costs the host, and the first calls of a process."""
-    times = {line["direction"]: line["microseconds"] for line in of_kind(lines, "host", operator="junction")}
-    cold = {line["operator"]: line["seconds"] for line in of_kind(lines, "cold_start", cache="empty")}
-    if not times or not cold:
+    host = of_kind(newest(lines, "host"), "host", operator="junction")
+    first = of_kind(newest(lines, "cold_start"), "cold_start", cache="empty")
+    if not host or not first:
         return ""
+    times = {line["direction"]: line["microseconds"] for line in host}
+    cold = {line["operator"]: line["seconds"] for line in first}
     return (
-        f"Host time of a junction in eager mode: forward {times['forward']:.0f} us, backward "
-        f"{times['backward']:.0f} us, without gradients {times['inference']:.0f} us. From an empty cache, the first "
-        f"junction of a size takes {cold['junction']:.0f} s to compile, forward and backward; with all other "
-        f"operators, {cold['all']:.0f} s.{_warmup(cold)}"
+        f"Host time of a junction in eager mode (commit {host[0]['commit']}): forward {times['forward']:.0f} us, "
+        f"backward {times['backward']:.0f} us, without gradients {times['inference']:.0f} us. From an empty cache "
+        f"(commit {first[0]['commit']}), the first junction of a size takes {cold['junction']:.0f} s to compile, "
+        f"forward and backward; with all other operators, {cold['all']:.0f} s.{_warmup(cold)}"
     )
 
 
@@ -213,8 +243,10 @@ def _time_and_part(line: Line) -> str:
     return f"{line['microseconds']:.0f} ({line['of_ceiling']:.0%})"
 
 
-def _speedup(other: Line | None, own: Line) -> str:
-    return "" if other is None else f"{other['microseconds'] / own['microseconds']:.1f}x"
+def _times_as_long(other: Line | None, own: Line) -> str:
+    if other is None:
+        return ""
+    return f"{other['microseconds']:.0f} ({other['microseconds'] / own['microseconds']:.1f}x)"
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:

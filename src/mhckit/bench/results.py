@@ -56,6 +56,19 @@ def newest(lines: list[Line], kind: str | None = None) -> list[Line]:
     return [line for of_a_kind in latest.values() for line in of_a_kind]
 
 
+# What tells the measurements of one kind apart, beside the shape.
+_IDENTITY = ("tokens", "channels", "streams", "out_norm", "operator", "kernel", "direction", "baseline")
+
+
+def latest(lines: Iterable[Line], kind: str) -> list[Line]:
+    """Each measurement of a kind as it was made last, at whatever commit."""
+    return list({tuple(line.get(name) for name in _IDENTITY): line for line in of_kind(lines, kind)}.values())
+
+
+def commits_of(lines: Iterable[Line]) -> str:
+    return ", ".join(dict.fromkeys(line["commit"] for line in lines))
+
+
 def of_kind(lines: Iterable[Line], kind: str, **wanted: Any) -> list[Line]:
     """Measurements of one kind with these values; that a library is absent is none."""
     return [
