@@ -92,6 +92,6 @@ def check_in_another_process(network: nn.Module, dtype: torch.dtype, device: str
     torch.save([(h, network(h)) for h in inputs(dtype, device)], cases)
     script = folder / "run.py"  # beside which Python looks for modules
     script.write_text(RUN)
-    command = [sys.executable, script, package, cases]
+    command = [sys.executable, "-X", "faulthandler", script, package, cases]  # a process that crashes says where
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "ran" in done.stdout, done.stderr[-3000:]
+    assert done.returncode == 0 and "ran" in done.stdout, f"exit {done.returncode}: {done.stdout}{done.stderr[-3000:]}"
