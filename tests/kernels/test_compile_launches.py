@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 import gc
 import sys
@@ -81,13 +83,49 @@ counts = _warmup.compile_launches(launches, CPU)
 assert counts == (4, 2, 2), f"a search times three candidates, some of which may not fit: {counts}"
 """
 
+FORMS = """
+import threading
 
-def test_what_is_compiled_is_what_launches_look_up(tmp_path: Path) -> None:
+import torch
+from triton import knobs
+
+from hopper import launched, launched_from
+from mhckit.kernels import _launcher, _write_project
+from mhckit.kernels._write_project_hopper import write_project_hopper_kernel
+
+heard = []
+knobs.compilation.listener = lambda **facts: heard.append(facts["src"].name)
+torch.cuda.current_device = lambda: 0
+torch._C._cuda_getDevice = lambda: 0
+torch._C._cuda_getCurrentRawStream = lambda device: 0
+
+
+def write_project(tokens):
+    x, f = torch.zeros(tokens, 4, 256).bfloat16(), torch.zeros(tokens, 256).bfloat16()
+    _write_project.write_project(x, f, None, torch.zeros(tokens, 4), None, torch.zeros(8, 1024), None)
+
+
+write_project(5)
+assert launched == [(1, 2, 1)], "few tokens: a program for every sum"
+assert sorted(heard) == ["write_project_hopper_kernel", "write_project_kernel"], heard
+assert len(launched_from) == 2 and threading.get_ident() not in launched_from, "side by side"
+write_project(64 * 132)
+write_project(64 * 132)
+assert launched[1:] == [(132, 1, 1)] * 2, launched
+write_project(6)
+assert len(launched) == 4 and len(heard) == 2, "nothing is compiled for another number of tokens"
+kernels = [key[0] for key in _launcher._compiled]
+assert kernels == [_write_project.write_project_kernel, write_project_hopper_kernel]
+"""
+
+
+@pytest.mark.parametrize("code", [CODE, FORMS], ids=["warm-up", "forms of a first launch"])
+def test_what_is_compiled_is_what_launches_look_up(code: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     paths = (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     script = tmp_path / "compile.py"
-    script.write_text(CODE)  # Triton reads the source of kernels from a file
+    script.write_text(code)  # Triton reads the source of kernels from a file
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -22,6 +22,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from . import _autotune
+from ._compilers import compile_together
 from ._descriptors import described, describing
 
 _INT32_MAX = 2**31 - 1
@@ -88,11 +89,13 @@ def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants
     else:
         if _autotune.is_enabled():
             constants = _autotune.tuned(kernel, grid, args, constants)
+        all_forms = forms(kernel, args, constants)
+        if len(all_forms) > 1:
+            wanted = [(form.kernel, grid, args, form.constants) for form in all_forms]
+            compile_together(wanted, torch.device("cuda", torch.cuda.current_device()))
         launched = kernel[grid](*described(kernel, args, constants), **constants)
         if launched is not None:  # a hook of Triton's can forbid a compilation
             compiled = _compiled[key] = _remember(kernel, launched, args, constants)
-            for form in forms(kernel, args, constants)[1:]:
-                form.kernel.warmup(*described(form.kernel, args, form.constants), grid=grid, **form.constants)
     if launches is not None:
         launches.append(None if compiled is None else Recorded(compiled, whole_grid, args))
 

@@ -1,32 +1,23 @@
 """Compiling what launches will need before they are made, many kernels at a time.
 
 What is compiled is not written down here: operators run on a few tokens with their launches kept instead of made, so
-it is what later launches look up. Triton reads a kernel's source one kernel at a time, but its passes, LLVM, the
-assembler and the C compiler that builds a kernel's launcher work side by side, in threads.
+it is what later launches look up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import multiprocessing
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton import AsyncCompileMode, knobs
-from triton.runtime.errors import OutOfResources
+from triton import knobs
 
 from . import _autotune, _launcher
-from ._descriptors import described
-
-# The longest kernel takes a sixth of the time of all, and more threads only compete for the interpreter's lock.
-MAX_WORKERS = 8
+from ._compilers import compile_together
 
 
 class Launch(NamedTuple):
@@ -50,7 +41,7 @@ class Counts(NamedTuple):
     loaded: int
 
 
-# An observer, a listener and the garbage collector are one for the whole process.
+# An observer and a listener are one for the whole process.
 _one_at_a_time = threading.Lock()
 
 
@@ -110,56 +101,9 @@ def _compile_launches(launches: Iterable[Launch], device: torch.device, workers:
     tunes = _autotune.is_enabled()
     # The more tensors, the longer it takes, about: what takes longest is to begin first.
     wanted = sorted(_candidates(launches) if tunes else launches, key=lambda launch: -launch.tensors)
-    count = min(multiprocessing.cpu_count(), MAX_WORKERS) if workers is None else workers
-    with (
-        torch.cuda.device(device),
-        _parsing_in_threads(),
-        _cache_hits() as hits,
-        _Compilers(count, device) as compilers,
-        AsyncCompileMode(compilers, ignore_errors=True) as mode,  # where it raises itself, it stays active
-    ):
-        kernels = [
-            kernel.warmup(*described(kernel, args, constants), grid=grid, **constants)
-            for kernel, grid, args, constants in wanted
-        ]
-    for future in mode.raw_futures:
-        error = future.exception()
-        if error is not None and not (tunes and isinstance(error, OutOfResources)):
-            raise error
+    with _cache_hits() as hits:
+        kernels = compile_together(wanted, device, workers, may_not_fit=tunes)
     return Counts(len({id(kernel) for kernel in kernels}), hits.count(False), hits.count(True))
-
-
-class _Compilers(ThreadPoolExecutor):
-    """Threads that load what they compiled, too: building a launcher takes a C compiler a good part of a second."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        super().__init__(count, thread_name_prefix="mhckit-warmup")
-        self._device = device
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(self._compile_and_load, fn, *args, **kwargs)
-
-    def _compile_and_load(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        kernel = fn(*args, **kwargs)
-        with torch.cuda.device(self._device):
-            _loaded = kernel.run
-        return kernel
-
-
-@contextlib.contextmanager
-def _parsing_in_threads() -> Iterator[None]:
-    """Lets threads parse sources at once in Python 3.11, which until 3.11.8 counts how deep a syntax tree is for all of
-    them together: where a collection runs finalizers inside ast.parse, another thread may take over, and the count is
-    off (SystemError: AST constructor recursion depth mismatch, gh-106905). Other versions do not collect there.
-    """
-    pauses = (3, 11) <= sys.version_info < (3, 11, 8) and gc.isenabled()
-    if pauses:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if pauses:
-            gc.enable()
 
 
 def _candidates(launches: Iterable[Launch]) -> Iterator[Launch]:
