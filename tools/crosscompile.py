@@ -34,7 +34,6 @@ from rich.progress import track
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 import mhckit
@@ -165,7 +164,7 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         constants["IN_THREAD"] = False  # as `dots_stay_in_threads` has it
     kernel = launch.kernel
     names = kernel.arg_names
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
+    source = _source_class(kernel)(
         fn=kernel,
         signature=dict(launch.signature),
         constexprs={(names.index(name),): value for name, value in constants.items()},
@@ -192,6 +191,14 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         loads_first=_loads_first(binary.asm["ttgir"]),
         seconds=seconds,
     )
+
+
+def _source_class(kernel: JITFunction) -> type[ASTSource]:
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
@@ -384,7 +391,8 @@ def _is_fast_path(launch: Launch) -> bool:
     constants, types = dict(launch.constants), dict(launch.signature)
     streams = constants["MATH"].streams if "MATH" in constants else constants.get("N", 4)
     activation = next((types[name] for name in ("x", "y", "g") if types.get(name, "constexpr") != "constexpr"), "*bf16")
-    return streams == 4 and activation == "*bf16" and constants.get("C", 8) % 8 == 0
+    is_bfloat = activation == "*bf16" or activation.startswith("tensordesc<bf16")
+    return streams == 4 and is_bfloat and constants.get("C", 8) % 8 == 0
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from mhckit import Recipe
-from mhckit.bench import recipes, timing
+from mhckit.bench import correctness, recipes, timing
 from mhckit.bench.cases import RECIPE, Case, compared_recipes
 from mhckit.bench.correctness import WrongResult
 from mhckit.bench.launches import DeviceEvent
@@ -83,7 +83,7 @@ def _wrong(residual: str) -> Callable[[Call], tuple[Tensor, ...]]:
 def test_a_wrong_recipe_is_refused_and_the_others_are_timed(
     asked: list[tuple[set[str], list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recipes, "mhckit_outputs", _wrong("identity"))
+    monkeypatch.setattr(correctness, "mhckit_outputs", _wrong("identity"))
     lines = _measured()
     assert [together for _, together in asked] == [[name for name in compared_recipes() if name != "hy_v4"]] * 3
     (refused,) = (line for line in lines if line["kind"] == "refused")
@@ -91,7 +91,7 @@ def test_a_wrong_recipe_is_refused_and_the_others_are_timed(
 
 
 def test_nothing_is_timed_beside_a_wrong_recipe(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipes, "mhckit_outputs", _wrong("sinkhorn"))
+    monkeypatch.setattr(correctness, "mhckit_outputs", _wrong("sinkhorn"))
     with pytest.raises(WrongResult, match="output 0"):
         _measured()
     assert asked == []

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import mhckit
 from mhckit import Mix
-from mhckit.bench import decode
+from mhckit.bench import correctness, decode
 from mhckit.bench.cases import DECODE_BATCH, DECODE_RECIPES, Case
 from mhckit.bench.chain import Chain
-from mhckit.bench.correctness import WrongResult
-from mhckit.bench.decode import check_same_bits, reference_junction
+from mhckit.bench.correctness import WrongResult, check_own, check_same_bits
+from mhckit.bench.decode import reference_junction
 from mhckit.bench.launches import DeviceEvent
 from mhckit.testing import Call
 
@@ -92,6 +92,24 @@ def test_tokens_that_depend_on_their_batch_are_refused(output: int | None, monke
     else:
         with pytest.raises(WrongResult, match=f"output {output}: 7 tokens alone .* among 50"):
             check_same_bits(batch, 7)
+
+
+def test_nothing_is_timed_whose_tokens_depend_on_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right for as many tokens as are compared with float64, and another form of a kernel for all that are timed."""
+    call, checked = Case.call, []
+
+    def junction(x: Tensor, *rest: Any, **options: Any) -> tuple[Any, ...]:
+        y, *others = _each_token_alone(x, *rest, **options)
+        return 1.01 * y if len(x) > 300 else y, *others
+
+    monkeypatch.setattr(Case, "call", lambda self, operator, **options: call(self, operator, device="cpu", **options))
+    monkeypatch.setattr(correctness, "check", lambda _, call: checked.append(len(call.tensors["x"])))
+    monkeypatch.setattr(mhckit, "junction", junction)
+    check_own(Case(3, 8), "junction")
+    check_own(Case(300, 8), "junction")
+    with pytest.raises(WrongResult, match=r"output 0: 257 tokens alone .* among 301"):
+        check_own(Case(301, 8), "junction")
+    assert checked == [3, 257, 257]
 
 
 def test_tokens_are_compared_with_themselves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,14 @@ def test_a_shape_that_was_measured_again_alone(tmp_path: Path) -> None:
     assert "| 2 x 3 | 300 | 900 (3.0x) |" in written
 
 
+@pytest.mark.parametrize("kind", ["kernel", "junction", "baseline", "host", "cold_start", "memory"])
+def test_what_was_not_measured_is_left_out(kind: str, tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    append_lines(results, [line for line in sample.lines() if line["kind"] != kind])
+    written = with_results(README, results)
+    assert (NOTHING in written) == (kind == "junction") and "stale" not in written
+
+
 def test_results_from_before_there_was_a_warmup(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     append_lines(results, [line for line in sample.lines() if line.get("operator") != "warmup"])

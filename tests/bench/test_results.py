@@ -11,7 +11,7 @@ import pytest
 import sample
 from rich.console import Console
 
-from mhckit.bench.results import append_lines, case_label, case_of, newest, of_kind, read_lines
+from mhckit.bench.results import append_lines, case_label, case_of, commits_of, latest, newest, of_kind, read_lines
 from mhckit.bench.tables import tables
 
 
@@ -66,6 +66,22 @@ def test_newest_of_a_kind_is_the_commit_that_measured_it_last() -> None:
     assert newest(measured, "decode") == newest(measured), "there are none"
 
 
+def test_latest_is_the_last_of_each_shape() -> None:
+    again = [sample.FACTS | line | {"commit": "later"} for line in sample.sublayer(sample.SMALL, 1.0, 2.0)]
+    kept = latest([*sample.lines(), *again], "junction")
+    assert [line["microseconds"] for line in kept] == [1.0, 2.0, 3.0, 110.0, 290.0, 400.0]
+    assert commits_of(kept) == "later, new"
+    assert latest(sample.lines(), "decode") == []
+
+
+@pytest.mark.parametrize("name", ["device", "torch", "triton", "python", "dtype"])
+def test_what_was_measured_elsewhere_is_not_beside_it(name: str) -> None:
+    """Also a shape that was measured nowhere else."""
+    elsewhere = [line | {name: "another"} for line in sample.lines()]
+    here = [sample.FACTS | line for line in sample.sublayer(sample.SMALL, 1.0, 2.0)]
+    assert latest([*elsewhere, *here], "junction") == here
+
+
 def test_absent_is_no_measurement() -> None:
     assert [line["baseline"] for line in of_kind(sample.lines(), "baseline")] == ["eager"]
 
@@ -109,6 +125,17 @@ def test_pictures(tmp_path: Path) -> None:
     more = plots.write_plots([*sample.lines(), *sample.recipes(), *sample.decode()], tmp_path / "plots")
     assert [path.name for path in more[3:]] == ["recipes.png", "inference.png"] and more[:3] == written
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in more)
+
+
+@pytest.mark.parametrize(("kind", "picture"), [
+    ("kernel", "kernels.png"), ("junction", "ceiling.png"), ("recipe", "recipes.png"), ("decode", "inference.png"),
+])  # fmt: skip
+def test_pictures_of_one_part_alone(kind: str, picture: str, tmp_path: Path) -> None:
+    """As `mhckit bench --only` leaves it."""
+    plots = pytest.importorskip("mhckit.bench.plots", reason="needs matplotlib, which `make` installs")
+    measured = [*sample.lines(), *sample.recipes(), *sample.decode()]
+    lines = [line for line in measured if line["kind"] in (kind, "ceiling")]
+    assert [path.name for path in plots.write_plots(lines, tmp_path)] == [picture]
 
 
 def test_bars_of_recipes_and_of_inference() -> None:

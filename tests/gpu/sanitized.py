@@ -11,7 +11,7 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "ke
 from accuracy import run
 from recipes import every_recipe
 
-from mhckit.kernels import _launch
+from mhckit.kernels import _launch, _write_project
 from mhckit.testing import OPERATORS, make_call
 
 _launch.SLICE_WIDTH = 32  # several slices of few channels
@@ -24,5 +24,12 @@ for operator in OPERATORS:
             call = make_call(operator, RECIPES[name], lead=(19,), channels=69, dtype=dtype, device="cuda")
             results = run(call, "triton")
             assert not any(value.isnan().any() for value in results.values())
+_launch.SLICE_WIDTH = 256
+_write_project.fills = lambda programs, device: True  # F1's form for Hopper, where there is one
+_write_project.leaves_idle = lambda programs, device: False
+for name in ("deepseek_v41", "mhc_lite"):  # of 24 and of 32 rows
+    call = make_call("junction", RECIPES[name], lead=(99,), channels=640, dtype=torch.bfloat16, device="cuda")
+    results = run(call, "triton")
+    assert not any(value.isnan().any() for value in results.values())
 torch.cuda.synchronize()
 print("every operator ran")

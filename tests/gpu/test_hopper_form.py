@@ -11,6 +11,7 @@ from accuracy import run
 from recipes import every_recipe
 from torch import Tensor
 
+from mhckit.bench.launches import device_events
 from mhckit.kernels import _launch, _launcher, _write_project
 from mhckit.kernels._launch import has_hopper_forms
 from mhckit.testing import make_call
@@ -147,6 +148,8 @@ def test_calls_are_repeated_and_captured() -> None:
     first, other = (make_call("junction", RECIPES["deepseek_v41"], seed=seed, **options) for seed in (1, 2))
     run(first, "triton")
     repeated = run(other, "triton")
+    with torch.no_grad():
+        assert "write_project_hopper_kernel" in [event.name for event in device_events(other)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_write_project, "fills", lambda programs, device: False)
         patch.setattr(_launcher, "observer", _launcher.run_now)

@@ -62,13 +62,14 @@ def test_inference_mode(operator: str) -> None:
 
 @each_operator
 @pytest.mark.parametrize("name", ["deepseek_v4", "paper", "deepseek_v41"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_token_alone_and_in_a_batch(operator: str, name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "channels"), [(torch.bfloat16, 5128), (torch.bfloat16, 5120), (torch.float32, 5128)])
+def test_a_token_alone_and_in_a_batch(operator: str, name: str, dtype: torch.dtype, channels: int) -> None:
     """Outputs and per-token gradients of single tokens, bit for bit as inside 8449 of them.
 
-    So many that every multiprocessor of an H200 has a program, 132 of 64 tokens, and one program adds up all channels.
+    So many that every multiprocessor of an H200 has a program, 132 of 64 tokens, and one program adds up all channels;
+    of 5120 in F1's form for Hopper.
     """
-    batch = _call(operator, tokens=8449, name=name, dtype=dtype)
+    batch = _call(operator, tokens=8449, channels=channels, name=name, dtype=dtype)
     leaves = batch.requires_grad()
     outputs = leaves()
     cotangents = cotangents_of(outputs)
@@ -103,10 +104,11 @@ def test_nothing_waits_for_the_gpu(operator: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_new_number_of_tokens_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = _call("junction", tokens=5)
+@pytest.mark.parametrize("channels", [5128, 5120])
+def test_a_new_number_of_tokens_compiles_nothing(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = _call("junction", tokens=5, channels=channels)
     run(call, "triton")
-    head = _call("head", tokens=5)
+    head = _call("head", tokens=5, channels=channels)
     run(head, "triton")
     compiled: list[str] = []
     original = JITFunction._do_compile
@@ -114,8 +116,8 @@ def test_a_new_number_of_tokens_compiles_nothing(monkeypatch: pytest.MonkeyPatch
         JITFunction, "_do_compile", lambda self, *a, **k: compiled.append(self.__name__) or original(self, *a, **k)
     )
     for tokens in (1, 7, 16, 128, 4097, 65536):
-        run(_call("junction", tokens=tokens), "triton")
-        run(_call("head", tokens=tokens), "triton")
+        run(_call("junction", tokens=tokens, channels=channels), "triton")
+        run(_call("head", tokens=tokens, channels=channels), "triton")
     assert compiled == []
     run(_call("junction", tokens=5, channels=1072), "triton")
     assert compiled, "this test cannot see compilations"

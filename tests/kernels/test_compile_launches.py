@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mhckit.kernels._launch import HAS_GLUON
+
 CODE = """
 import gc
 import sys
@@ -85,11 +87,14 @@ assert counts == (4, 2, 2), f"a search times three candidates, some of which may
 
 FORMS = """
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from triton import knobs
+from triton import AsyncCompileMode, knobs
 
-from hopper import launched, launched_from
+from triton.runtime.errors import OutOfResources
+
+from hopper import Driver, launched, launched_from
 from mhckit.kernels import _launcher, _write_project
 from mhckit.kernels._write_project_hopper import write_project_hopper_kernel
 
@@ -100,9 +105,9 @@ torch._C._cuda_getDevice = lambda: 0
 torch._C._cuda_getCurrentRawStream = lambda device: 0
 
 
-def write_project(tokens):
-    x, f = torch.zeros(tokens, 4, 256).bfloat16(), torch.zeros(tokens, 256).bfloat16()
-    _write_project.write_project(x, f, None, torch.zeros(tokens, 4), None, torch.zeros(8, 1024), None)
+def write_project(tokens, channels=256):
+    x, f = torch.zeros(tokens, 4, channels).bfloat16(), torch.zeros(tokens, channels).bfloat16()
+    _write_project.write_project(x, f, None, torch.zeros(tokens, 4), None, torch.zeros(8, 4 * channels), None)
 
 
 write_project(5)
@@ -116,10 +121,30 @@ write_project(6)
 assert len(launched) == 4 and len(heard) == 2, "nothing is compiled for another number of tokens"
 kernels = [key[0] for key in _launcher._compiled]
 assert kernels == [_write_project.write_project_kernel, write_project_hopper_kernel]
+
+heard.clear()
+with ThreadPoolExecutor(1) as pool, AsyncCompileMode(pool):
+    write_project(5, channels=384)
+assert len(launched) == 5 and len(heard) == 2, "in the threads of a caller that has some"
+
+Driver.most_threads = 256
+write_project(5, channels=512)
+assert len(launched) == 6, "a form that the device is too small for does not stop the other"
+try:
+    write_project(64 * 132, channels=512)
+    raise SystemExit("what does not fit was not noticed")
+except OutOfResources:
+    assert len(launched) == 6
 """
 
 
-@pytest.mark.parametrize("code", [CODE, FORMS], ids=["warm-up", "forms of a first launch"])
+two_forms = pytest.mark.skipif(not HAS_GLUON, reason="a kernel for Hopper, of one version of Triton")
+
+
+@pytest.mark.parametrize("code", [
+    pytest.param(CODE, id="warm-up"),
+    pytest.param(FORMS, id="forms of a first launch", marks=two_forms),
+])  # fmt: skip
 def test_what_is_compiled_is_what_launches_look_up(code: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)

@@ -24,6 +24,7 @@ def test_the_check_can_fail() -> None:
     that issues its loads late.
     """
     code = f"""
+import dataclasses
 import sys
 sys.path.insert(0, {str(TOOL.parent)!r})
 import crosscompile
@@ -32,8 +33,14 @@ crosscompile._stack_allowed = lambda launch: 0
 case = crosscompile.Configuration(("junction",), Recipe.preset("deepseek_v4"), channels=256)
 launches = crosscompile.launches_of("junction", case)
 launch = next(launch for launch in launches if launch.name == "streams_bwd")
-found = crosscompile.problems(launch, crosscompile.compile_launch(launch, "sm_90"))
+compiled = crosscompile.compile_launch(launch, "sm_90")
+found = crosscompile.problems(launch, compiled)
 assert len(found) == 1 and "bytes of stack" in found[0], found
+for name in ("write_project", "write_project_hopper"):
+    launch = next(launch for launch in launches if launch.name == name)
+    found = crosscompile.problems(launch, dataclasses.replace(compiled, stack=500))
+    assert len(found) == 1 and "500 bytes of stack" in found[0], (name, found)
+assert not launch.runs_on("sm_80") and launch.runs_on("sm_90")
 copy, dot = "ttg.async_copy_global_to_local %x", "ttng.warp_group_dot %a"
 assert crosscompile._loads_first(f"{{copy}} scf.for {{copy}} {{dot}}")
 assert not crosscompile._loads_first(f"{{copy}} scf.for {{copy}} {{dot}} {{copy}}")

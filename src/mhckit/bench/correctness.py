@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 import mhckit
+from mhckit import Recipe
 from mhckit.testing import Call, relative_error
 
+from .cases import RECIPE, Case
 from .step import Implementation, Step, mhckit_outputs
 
 CHECKED_TOKENS = 257
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float32: 1e-4}
 TOLERANCE_OF_OTHERS = {torch.bfloat16: 2e-2, torch.float32: 2e-2}
+_OF_TOKENS = ("x", "f", "pre", "post", "res", "mix_pre", "mix_post", "mix_res")
 
 
 class WrongResult(RuntimeError):
@@ -52,6 +55,28 @@ def check(
             raise WrongResult(
                 f"{each.name}: relative error {each.error:.2g} against float64, {each.allowed:.2g} allowed"
             )
+
+
+def check_own(case: Case, operator: str, recipe: Recipe | str = RECIPE) -> None:
+    """Raise WrongResult unless mhckit's own operator may be timed: some tokens are right, and get the same bits among
+    all that will be timed, which may be another form of a kernel.
+    """
+    tokens = min(CHECKED_TOKENS, case.tokens)
+    check(mhckit_outputs, case.call(operator, recipe=recipe, tokens=tokens))
+    with torch.no_grad():
+        check_same_bits(case.call(operator, recipe=recipe), tokens)
+
+
+def check_same_bits(batch: Call, tokens: int) -> None:
+    """Raise WrongResult unless so many tokens from inside a batch, called alone, get the bits they get there."""
+    size = len(next(iter(batch.tensors.values())))
+    first = (size - tokens) // 3  # not where tiles begin
+    among = slice(first, first + tokens)
+    tensors = {name: tensor[among] if name in _OF_TOKENS else tensor for name, tensor in batch.tensors.items()}
+    alone = Call(batch.operator, batch.recipe, tensors)
+    for index, (one, all_of_them) in enumerate(zip(alone(), batch(), strict=True)):
+        if not torch.equal(one, all_of_them[among]):
+            raise WrongResult(f"output {index}: {tokens} tokens alone do not get the bits that they get among {size}")
 
 
 def compare(

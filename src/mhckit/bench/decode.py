@@ -23,7 +23,7 @@ from mhckit.testing import Call
 
 from .cases import DECODE_BATCH, DECODE_TARGETS, Case
 from .chain import Chain, Junction
-from .correctness import TOLERANCE_OF_OTHERS, WrongResult, check
+from .correctness import TOLERANCE_OF_OTHERS, check, check_same_bits
 from .launches import device_events
 from .results import refusal
 from .step import Implementation, mhckit_outputs, used_outputs
@@ -32,7 +32,6 @@ from .timing import captured, median_microseconds
 LINKS = 20
 INPUTS = "a chain: parameters of every link from memory, streams as the link before left them"
 COMPILED, HOST = "reference, compiled", "reference, no graph"
-_OF_TOKENS = ("x", "f", "mix_pre", "mix_post", "mix_res")
 
 
 @torch.no_grad()
@@ -72,18 +71,6 @@ def _timed(chain: Chain, junction: Junction, rep: int, *, graph: bool) -> dict[s
 
     microseconds = median_microseconds(captured(lambda: run) if graph else run, rep) / LINKS
     return {"microseconds": round(microseconds, 2), "graph": graph}
-
-
-def check_same_bits(batch: Call, tokens: int) -> None:
-    """Raise WrongResult unless so many tokens from inside a batch, called alone, get the bits they get there."""
-    size = len(batch.tensors["x"])
-    first = (size - tokens) // 3  # not where tiles begin
-    among = slice(first, first + tokens)
-    tensors = {name: tensor[among] if name in _OF_TOKENS else tensor for name, tensor in batch.tensors.items()}
-    alone = Call(batch.operator, batch.recipe, tensors)
-    for index, (one, all_of_them) in enumerate(zip(alone(), batch(), strict=True)):
-        if not torch.equal(one, all_of_them[among]):
-            raise WrongResult(f"output {index}: {tokens} tokens alone do not get the bits that they get among {size}")
 
 
 def _batch(recipe: Recipe | str, channels: int) -> Call:

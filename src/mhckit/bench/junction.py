@@ -13,14 +13,14 @@ from torch import Tensor
 
 from .budgets import DIRECTIONS, beside_floor, junction_bytes
 from .cases import Case
-from .correctness import CHECKED_TOKENS, check
+from .correctness import check_own
 from .launches import device_events
 from .step import Step, mhckit_outputs
 from .timing import graph_microseconds, peak_extra_bytes
 
 
 def measure_junction(case: Case, ceiling: float, rep: int) -> list[dict[str, Any]]:
-    check(mhckit_outputs, case.call("junction", tokens=CHECKED_TOKENS))
+    check_own(case, "junction")
     step = Step(mhckit_outputs, case.call("junction"))
     return [*_times(step, case, ceiling, rep), _memory(step, case), *_trace(step, case)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from .budgets import ROLES, beside_floor, kernel_bytes
 from .cases import Case
-from .correctness import CHECKED_TOKENS, check
+from .correctness import check_own
 from .launches import recorded_launches
 from .step import Step, mhckit_outputs
 from .timing import median_microseconds
@@ -15,7 +15,7 @@ from .timing import median_microseconds
 
 def measure_kernels(operator: str, case: Case, ceiling: float, rep: int) -> list[dict[str, Any]]:
     """A line per launch; bytes are the budget of the design where it has one, else the tensors the kernel is given."""
-    check(mhckit_outputs, case.call(operator, tokens=CHECKED_TOKENS))
+    check_own(case, operator)
     launches = recorded_launches(Step(mhckit_outputs, case.call(operator)).both)
     occurrences = Counter(launch.name for launch in launches)
     lines = []

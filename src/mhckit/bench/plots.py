@@ -15,15 +15,17 @@ _GROUP_WIDTH = 0.8
 
 def write_plots(lines: list[Line], folder: Path) -> list[Path]:
     """kernels.png and ceiling.png with the last measurement of each shape; speedup.png, recipes.png and inference.png
-    for the commits at which they were measured last, if they were; the files written.
+    for the commits at which they were measured last. Those of what was measured; the files written.
     """
     compared, recipes, decode = (newest(lines, kind) for kind in ("baseline", "recipe", "decode"))
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {
-        "kernels.png": _kernels(latest(lines, "kernel")),
-        "ceiling.png": _ceiling(latest(lines, "junction")),
-        "speedup.png": _speedup(compared),
-    }
+    pictures: dict[str, Figure] = {}
+    if kernels := latest(lines, "kernel"):
+        pictures["kernels.png"] = _kernels(kernels)
+    if sublayer := latest(lines, "junction"):
+        pictures["ceiling.png"] = _ceiling(sublayer)
+    if of_kind(compared, "baseline"):
+        pictures["speedup.png"] = _speedup(compared)
     if of_kind(recipes, "recipe"):
         pictures["recipes.png"] = _recipes(recipes)
     if of_kind(decode, "decode"):

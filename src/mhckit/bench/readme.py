@@ -44,6 +44,8 @@ def _with_block(text: str, begin: str, end: str, block: str) -> str:
 def results_block(lines: list[Line]) -> str:
     """Of each shape of the sublayer the last measurement; the rest each of the commit that measured it last."""
     own = latest(lines, "junction")
+    if not own:
+        return NOTHING
     parts = (
         _setting(own),
         _sublayer(own, lines),
@@ -122,11 +124,11 @@ def _costs(lines: list[Line]) -> str:
 
 
 def _setting(lines: list[Line]) -> str:
-    last = lines[-1]
+    common = lines[0]
     ceilings = sorted({line["copy_terabytes_per_second"] for line in lines})
     return (
-        f"Measured on one {last['device']} with torch {last['torch']}, Triton {last['triton']} and Python "
-        f"{last['python']}: {last['dtype']}, recipe `{last['recipe']}`, 4 streams unless N says otherwise. "
+        f"Measured on one {common['device']} with torch {common['torch']}, Triton {common['triton']} and Python "
+        f"{common['python']}: {common['dtype']}, recipe `{common['recipe']}`, 4 streams unless N says otherwise. "
         "Percentages are of what a large copy reaches in the same run, "
         f"{' to '.join(map(str, dict.fromkeys((ceilings[0], ceilings[-1]))))} TB/s."
     )

@@ -13,7 +13,7 @@ from mhckit.testing import Call
 
 from .budgets import DIRECTIONS, beside_floor, junction_bytes
 from .cases import RECIPE, Case, compared_recipes
-from .correctness import CHECKED_TOKENS, check
+from .correctness import check_own
 from .launches import device_events
 from .results import refusal
 from .step import Step, mhckit_outputs
@@ -43,7 +43,7 @@ def _right_ones(case: Case) -> tuple[dict[str, Recipe], list[dict[str, Any]]]:
     right, refused = {}, []
     for name, recipe in compared_recipes().items():
         try:
-            check(mhckit_outputs, case.call("junction", recipe=recipe, tokens=CHECKED_TOKENS))
+            check_own(case, "junction", recipe)
         except Exception as error:
             if name == RECIPE:
                 raise

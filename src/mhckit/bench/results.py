@@ -56,13 +56,19 @@ def newest(lines: list[Line], kind: str | None = None) -> list[Line]:
     return [line for of_a_kind in latest.values() for line in of_a_kind]
 
 
-# What tells the measurements of one kind apart, beside the shape.
+# What measurements shown together have in common; what tells those of one kind apart.
+_SETTING = ("device", "torch", "triton", "python", "dtype")
 _IDENTITY = ("tokens", "channels", "streams", "out_norm", "operator", "kernel", "direction", "baseline")
 
 
 def latest(lines: Iterable[Line], kind: str) -> list[Line]:
-    """Each measurement of a kind as it was made last, at whatever commit."""
-    return list({tuple(line.get(name) for name in _IDENTITY): line for line in of_kind(lines, kind)}.values())
+    """Each measurement of a kind as it was made last, at whatever commit, with the device, versions and dtype of the
+    one that was made last of all.
+    """
+    measured = of_kind(lines, kind)
+    setting = [measured[-1].get(name) for name in _SETTING] if measured else []
+    alike = [line for line in measured if [line.get(name) for name in _SETTING] == setting]
+    return list({tuple(line.get(name) for name in _IDENTITY): line for line in alike}.values())
 
 
 def commits_of(lines: Iterable[Line]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from triton import AsyncCompileMode
+from triton.runtime._async_compile import active_mode
 from triton.runtime.errors import OutOfResources
 
 from ._descriptors import described
@@ -25,20 +26,26 @@ from ._descriptors import described
 # The longest kernel takes a sixth of the time of all, and more threads only compete for the interpreter's lock.
 MAX_WORKERS = 8
 
+# A kernel, its grid, arguments and constants.
+Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+
 # The garbage collector is one for the whole process.
 _one_at_a_time = threading.Lock()
 
 
 def compile_together(
-    launches: Sequence[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]],
+    launches: Sequence[Launch],
     device: torch.device,
     workers: int | None = None,
     *,
     may_not_fit: bool = False,
+    raises: bool = True,
 ) -> list[Any]:
-    """Compile and load on the device what these launches (kernel, grid, arguments, constants) need. Raises what the
-    first kernel that fails raises, unless it is that the device is too small for one that may not fit.
+    """Compile and load on the device what these launches need. Raises what the first kernel that fails raises, unless
+    it is that the device is too small for one that may not fit, or a launch will raise it in its turn.
     """
+    if active_mode.get() is not None:  # of a caller whose threads compile everything that is launched
+        return _warmed_up(launches)
     count = min(multiprocessing.cpu_count(), MAX_WORKERS) if workers is None else workers
     with (
         _one_at_a_time,
@@ -47,15 +54,19 @@ def compile_together(
         _Compilers(count, device) as compilers,
         AsyncCompileMode(compilers, ignore_errors=True) as mode,  # where it raises itself, it stays active
     ):
-        kernels = [
-            kernel.warmup(*described(kernel, args, constants), grid=grid, **constants)
-            for kernel, grid, args, constants in launches
-        ]
-    for future in mode.raw_futures:
+        kernels = _warmed_up(launches)
+    for future in mode.raw_futures if raises else ():
         error = future.exception()
         if error is not None and not (may_not_fit and isinstance(error, OutOfResources)):
             raise error
     return kernels
+
+
+def _warmed_up(launches: Sequence[Launch]) -> list[Any]:
+    return [
+        kernel.warmup(*described(kernel, args, constants), grid=grid, **constants)
+        for kernel, grid, args, constants in launches
+    ]
 
 
 class _Compilers(ThreadPoolExecutor):

@@ -176,7 +176,7 @@ def sum_width(streams: int, *, writes: bool, wide: bool) -> int | None:
 
     Sums that end early serve few tokens. Those that are not added up yet take registers, which a program that mixes
     more than four streams does not have, nor one that holds eight tokens in a thread: rows of 2-byte channels that are
-    not aligned. There 490 bytes and more would be spilled, and F1 takes 526 us instead of 306 (4097 x 5129).
+    not aligned. There 490 bytes and more would be spilled, and F1 takes 526 us instead of 287 (4097 x 5129).
     """
     return None if writes and (streams > 4 or not wide) else SUM_WIDTH
 

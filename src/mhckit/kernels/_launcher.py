@@ -92,7 +92,7 @@ def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants
         all_forms = forms(kernel, args, constants)
         if len(all_forms) > 1:
             wanted = [(form.kernel, grid, args, form.constants) for form in all_forms]
-            compile_together(wanted, torch.device("cuda", torch.cuda.current_device()))
+            compile_together(wanted, torch.device("cuda", torch.cuda.current_device()), raises=False)
         launched = kernel[grid](*described(kernel, args, constants), **constants)
         if launched is not None:  # a hook of Triton's can forbid a compilation
             compiled = _compiled[key] = _remember(kernel, launched, args, constants)
