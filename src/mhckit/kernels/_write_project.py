@@ -342,11 +342,9 @@ def _project(
         x, f, f_bias, post, res, phi, norm_weight, collapse.weights, y, collapse.x_in, z, squares, T, span, C,
         phi.shape[0],
     )  # fmt: skip
-    form, hopper = _form(args), _hopper_form(args)
-    if _hopper is not None and hopper is not None:
-        programs = cdiv(T, _hopper.TOKENS)
-        if not many and fills(programs * slices, x.device):
-            form, block_t = hopper, _hopper.TOKENS
+    form, hopper = _form(args), None if many else _hopper_form(args)
+    if _hopper is not None and hopper is not None and fills(cdiv(T, _hopper.TOKENS) * slices, x.device):
+        form, block_t = hopper, _hopper.TOKENS
     run(form.kernel, (cdiv(T, block_t), slots), *args, **form.constants)
     return Projection(z, squares, width // span, many if has_two_forms else None)
 
