@@ -46,6 +46,19 @@ def test_the_trace_of_the_first_case(tmp_path: Path) -> None:
     assert "| `a_kernel` | 2.2 |" in written and "| sum | 3.2 |" in written and "b_kernel" not in written
 
 
+def test_the_trace_is_the_last_of_that_case(tmp_path: Path) -> None:
+    """Also where another case alone was traced later, and of two runs of a commit the later one."""
+    results = tmp_path / "results.jsonl"
+    ceiling = sample.FACTS | {"kind": "ceiling", "commit": "later"}
+    traced = sample.FACTS | sample.SMALL | {"kind": "trace", "kernel": "a_kernel", "microseconds": 2.25}
+    later = traced | {"commit": "later"}
+    another = traced | {"commit": "last", "tokens": 9, "kernel": "b_kernel"}
+    append_lines(results, [*sample.lines(), ceiling, later, ceiling, later | {"microseconds": 5.0}])
+    append_lines(results, [ceiling | {"commit": "last"}, another])
+    written = with_trace(f"{TRACE_BEGIN}\n{TRACE_END}", results)
+    assert "2 x 3, commit later:" in written and "| sum | 5.0 |" in written and "b_kernel" not in written
+
+
 def test_without_a_trace_it_says_so(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     append_lines(results, [line for line in sample.lines() if line["kind"] != "trace"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mhckit.bench.results import append_lines, newest, of_kind, read_lines
+from mhckit.bench.results import append_lines, latest, of_kind, read_lines
 from mhckit.cli import app
 from mhckit.doctor import speed
 from mhckit.doctor.committed import CASE, FILE, committed_speed, speeds_of
@@ -35,7 +35,7 @@ def test_the_speeds_are_not_stale() -> None:
 
 def test_the_newest_results_are_found() -> None:
     """The same numbers as the README's."""
-    (line,) = of_kind(newest(read_lines(RESULTS), "junction"), "junction", direction="both", **CASE.facts())
+    (line,) = of_kind(latest(read_lines(RESULTS), "junction"), "junction", direction="both", **CASE.facts())
     found = committed_speed(line["device"])
     assert found is not None and found["of_ceiling"] == line["of_ceiling"] and found["commit"] == line["commit"]
     assert committed_speed("Another GPU") is None

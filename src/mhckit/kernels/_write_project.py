@@ -376,7 +376,7 @@ def _form(args: tuple[Any, ...]) -> Form:
 
 
 def _hopper_form(args: tuple[Any, ...]) -> Form | None:
-    """For four streams of bfloat16 and whole sums of channels; phi has the rows of a Sinkhorn recipe or fewer."""
+    """For four streams of bfloat16 and whole sums of channels; phi has as many rows as a dot takes, or fewer."""
     x, f, phi, y, x_in = args[0], args[1], args[5], args[8], args[9]
     if _hopper is None or f is None or phi is None or not has_hopper_forms(x.device):
         return None
@@ -392,5 +392,5 @@ def _other_than_plain(args: tuple[Any, ...], constants: dict[str, Any]) -> list[
     return [] if hopper is None else [hopper]
 
 
-other_forms["write_project_kernel"] = _other_than_plain
+other_forms[write_project_kernel.__name__] = _other_than_plain
 other_forms["write_project_hopper_kernel"] = lambda args, constants: [_form(args)]
