@@ -138,12 +138,92 @@ except OutOfResources:
 """
 
 
+CALL = """
+import threading
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from hopper import launched, launched_from
+from mhckit.kernels import _launcher, _plan
+from mhckit.ops._register import empty
+
+heard, calls, held = [], [], []
+knobs.compilation.listener = lambda **facts: heard.append(facts["src"].name)
+torch.cuda.current_device = lambda: 0
+torch._C._cuda_getDevice = lambda: None  # as the index of the CPU
+torch._C._cuda_getCurrentRawStream = lambda device: 0
+_plan._may_repeat, _plan._empty_strided_cuda = lambda tensor: True, None
+
+
+@triton.jit(do_not_specialize=["T"])
+def copy(x, y, T, C: tl.constexpr):
+    t = tl.arange(0, C)
+    tl.store(y + t, tl.load(x + t, mask=t < T), mask=t < T)
+
+
+@triton.jit(do_not_specialize=["T"])
+def double(x, y, T, C: tl.constexpr):
+    t = tl.arange(0, C)
+    tl.store(y + t, 2 * tl.load(x + t, mask=t < T), mask=t < T)
+
+
+@triton.jit
+def wrong(x, C: tl.constexpr):
+    nonsense
+
+
+class Allocated(torch.Tensor):
+    alive = most = 0
+
+    def __del__(self):
+        Allocated.alive -= 1
+
+
+def host(x, broken=False):
+    calls.append(len(launched))
+    Allocated.alive += 1
+    Allocated.most = max(Allocated.most, Allocated.alive)
+    y, z = empty(x, *x.shape), empty(x, *x.shape)
+    memory = torch.zeros(1).as_subclass(Allocated)
+    _launcher.run(copy, (1,), x, y, x.shape[0], C=16)
+    if broken:
+        _launcher.run(wrong, (1,), x, C=16)
+    _launcher.run(double, (1,), y, z, x.shape[0], C=16)
+    return z
+
+
+planned = _plan.Planned(host)
+planned((torch.zeros(5),), none_for_absent=True)
+assert sorted(heard) == ["copy", "double"] and len(launched_from) == 2, (heard, launched_from)
+assert threading.get_ident() not in launched_from, "side by side, in threads"
+assert len(launched) == 2 and calls == [0, 0, 0], "nothing is launched before all is compiled"
+assert Allocated.most == 1, "what was allocated in vain is free when it is allocated again"
+planned((torch.zeros(6),), none_for_absent=True)
+assert len(launched) == 4 and calls == [0, 0, 0, 2] and len(heard) == 2, "a new size is called once"
+planned((torch.zeros(6),), none_for_absent=True)
+assert len(launched) == 6 and len(calls) == 4, "and then repeated"
+host(torch.zeros(6).double())
+assert len(launched) == 8 and len(heard) == 4, "what nobody watches compiles as it launches"
+
+try:
+    planned((torch.zeros(7), True), none_for_absent=True)
+    raise SystemExit("an error was lost")
+except triton.CompilationError:
+    assert _launcher._watching.kept is None and not _launcher._watching.compiled_only
+planned((torch.zeros(8),), none_for_absent=True)
+assert len(launched) == 12, "the copy before what failed, twice, then all of the next call"
+"""
+
 two_forms = pytest.mark.skipif(not HAS_GLUON, reason="a kernel for Hopper, of one version of Triton")
 
 
 @pytest.mark.parametrize("code", [
     pytest.param(CODE, id="warm-up"),
     pytest.param(FORMS, id="forms of a first launch", marks=two_forms),
+    pytest.param(CALL, id="kernels of a first call"),
 ])  # fmt: skip
 def test_what_is_compiled_is_what_launches_look_up(code: str, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

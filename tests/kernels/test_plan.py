@@ -32,7 +32,7 @@ class Device:
 
     def run_now(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         compiled = _launcher.Compiled(lambda *values: self.launched.append(values), ("function", "settings"), (4,))
-        if (launches := getattr(_launcher._recording, "launches", None)) is not None:
+        if (launches := _launcher._watching.launches) is not None:
             launches.append(_launcher.Recorded(compiled, (*grid, 1, 1)[:3], args))
 
     def host(self, x: Tensor, w: Tensor | None, factor: float) -> tuple[Tensor, ...]:

@@ -1,8 +1,8 @@
 """Kernels compiled side by side.
 
 Triton reads a kernel's source one kernel at a time, but its passes, LLVM, the assembler and the C compiler that builds
-a kernel's launcher work in threads. A warm-up compiles all kernels of a model so, and a first launch all forms of its
-kernel.
+a kernel's launcher work in threads. A warm-up compiles all kernels of a model so, a first call all of its own, and a
+first launch all forms of its kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import gc
 import multiprocessing
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +31,11 @@ Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
 # The garbage collector is one for the whole process.
 _one_at_a_time = threading.Lock()
+
+
+def longest_first(launches: Iterable[Launch]) -> list[Launch]:
+    """In the order in which to compile them: the more tensors, the longer it takes, about."""
+    return sorted(launches, key=lambda launch: -sum(isinstance(argument, torch.Tensor) for argument in launch[2]))
 
 
 def compile_together(

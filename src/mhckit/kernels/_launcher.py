@@ -22,7 +22,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from . import _autotune
-from ._compilers import compile_together
+from ._compilers import Launch, compile_together, longest_first
 from ._descriptors import described, describing
 
 _INT32_MAX = 2**31 - 1
@@ -47,6 +47,10 @@ class Recorded(NamedTuple):
     args: tuple[Any, ...]
 
 
+class NotCompiled(Exception):
+    """A call that is watched needs kernels that were not launched before."""
+
+
 class Form(NamedTuple):
     """A kernel and constants that do what others do with the same arguments."""
 
@@ -60,20 +64,31 @@ class Form(NamedTuple):
 # other form.
 other_forms: dict[str, Callable[[tuple[Any, ...], dict[str, Any]], list[Form]]] = {}
 
+
+class _Watching(threading.local):
+    """What a thread does with its launches besides making them: ``kept``, they are not made."""
+
+    launches: list[Recorded | None] | None = None
+    compiled_only: bool = False
+    kept: list[Launch] | None = None
+
+
 _compiled: dict[tuple[Any, ...], Compiled] = {}
-_recording = threading.local()
+_watching = _Watching()
 
 
 def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """``kernel[grid](*args, **constants)``; constants are compile-time ones, in any order but always the same."""
     if observer is not None:
         observer(kernel, grid, args, constants)
+    elif _watching.kept is not None:
+        _watching.kept.append((kernel, grid, args, constants))
     else:
         run_now(kernel, grid, args, constants)
 
 
 def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-    launches = getattr(_recording, "launches", None)
+    launches = _watching.launches
     if not isinstance(kernel, JITFunction) or not goes_straight():
         kernel[grid](*described(kernel, args, constants), **constants)
         if launches is not None:
@@ -81,7 +96,7 @@ def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants
         return
     if 0 in grid:
         return
-    key = (kernel, torch.cuda.current_device(), *_kinds(kernel, args), *constants.values())
+    key = _key(kernel, args, constants)
     whole_grid = (*grid, 1, 1)[:3]
     compiled = _compiled.get(key)
     if compiled is not None:
@@ -89,6 +104,8 @@ def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants
     else:
         if _autotune.is_enabled():
             constants = _autotune.tuned(kernel, grid, args, constants)
+        elif _watching.compiled_only:
+            raise NotCompiled
         all_forms = forms(kernel, args, constants)
         if len(all_forms) > 1:
             wanted = [(form.kernel, grid, args, form.constants) for form in all_forms]
@@ -104,6 +121,24 @@ def forms(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> list
     """What a launch is made of, then its other forms."""
     others = other_forms.get(kernel.__name__)
     return [Form(kernel, constants), *([] if others is None else others(args, constants))]
+
+
+def compile_call(call: Callable[[], object]) -> None:
+    """Compile the kernels that a call launches side by side; it is made, its launches are not. What fails to compile
+    will say so when it is launched.
+    """
+    _watching.kept = kept = []
+    try:
+        call()
+    finally:
+        _watching.kept = None
+    missing = [launch for launch in kept if _key(launch[0], *launch[2:]) not in _compiled and 0 not in launch[1]]
+    wanted = [
+        (form.kernel, grid, args, form.constants)
+        for kernel, grid, args, constants in missing
+        for form in forms(kernel, args, constants)
+    ]
+    compile_together(longest_first(wanted), torch.device("cuda", torch.cuda.current_device()), raises=False)
 
 
 def repeat(launches: list[tuple[Compiled, tuple[int, int, int], tuple[Any, ...]]]) -> None:
@@ -124,13 +159,17 @@ def goes_straight() -> bool:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Recorded | None]]:
-    """The launches that this thread makes; None for one that went through Triton and cannot be repeated."""
-    _recording.launches = launches = []
+def recorded(*, compiled_only: bool) -> Iterator[list[Recorded | None]]:
+    """The launches that this thread makes; None for one that went through Triton and cannot be repeated.
+
+    compiled_only: a launch of a kernel that is not compiled yet raises NotCompiled instead.
+    """
+    _watching.launches = launches = []
+    _watching.compiled_only = compiled_only
     try:
         yield launches
     finally:
-        _recording.launches = None
+        _watching.launches, _watching.compiled_only = None, False
 
 
 def _remember(kernel: JITFunction, compiled: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Compiled:
@@ -145,6 +184,10 @@ def _remember(kernel: JITFunction, compiled: Any, args: tuple[Any, ...], constan
     scratch = (None, None)
     settings = (function, launcher.launch_cooperative_grid, launcher.launch_pdl, *scratch, *metadata_and_hooks)
     return Compiled(describing(launcher.launch, kernel, len(settings), constants), settings, rest)
+
+
+def _key(kernel: JITFunction, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    return (kernel, torch.cuda.current_device(), *_kinds(kernel, args), *constants.values())
 
 
 def _kinds(kernel: JITFunction, args: tuple[Any, ...]) -> list[Any]:

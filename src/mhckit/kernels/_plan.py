@@ -3,7 +3,8 @@
 Both depend on the shapes, the dtypes and the constants among an operator's arguments alone. So the first call of a kind
 is watched, its allocations with `empty` and its launches in `_launcher`, and the next ones allocate the results, one
 buffer for everything between them, and launch: a fraction of the time that the Python in this package takes. What did
-anything else on the way (a fill, a copy) is not repeated but called as before.
+anything else on the way (a fill, a copy) is not repeated but called as before. A first call whose kernels are not
+compiled stops, and is made once more when all of them are.
 """
 
 from __future__ import annotations
@@ -118,13 +119,25 @@ class Planned:
         if len(set(pointers)) < len(pointers) or 0 in pointers:
             return self.function(*args)  # the same tensor twice, or no elements: not what most calls look like
         # Inference tensors do not count what is written into them.
-        with torch.inference_mode(False), torch.no_grad(), allocations() as allocated, _launcher.recorded() as launches:
-            result = self.function(*args)
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                recorded = self._recorded(args, compiled_only=True)
+            except _launcher.NotCompiled:
+                recorded = None  # and what was allocated is free again before it is allocated anew
+            if recorded is None:
+                _launcher.compile_call(lambda: self.function(*args))
+                recorded = self._recorded(args, compiled_only=False)
+        result, allocated, launches = recorded
         if len(self.plans) >= MAX_PLANS:
             self.plans.clear()
         if _launcher.observer is None:  # one that came meanwhile made launches of its own
             self.plans[key] = _plan(result, tensors[0].device, pointers, allocated, launches)
         return result
+
+    def _recorded(self, args: Sequence[Any], *, compiled_only: bool) -> tuple[Any, list[Any], list[Any]]:
+        with allocations() as allocated, _launcher.recorded(compiled_only=compiled_only) as launches:
+            result = self.function(*args)
+        return result, allocated, launches
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 from . import _autotune, _launcher
-from ._compilers import compile_together
+from ._compilers import compile_together, longest_first
 
 
 class Launch(NamedTuple):
@@ -27,10 +26,6 @@ class Launch(NamedTuple):
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: dict[str, Any]
-
-    @property
-    def tensors(self) -> int:
-        return sum(isinstance(argument, Tensor) for argument in self.args)
 
 
 class Counts(NamedTuple):
@@ -99,10 +94,9 @@ def compile_launches(launches: Iterable[Launch], device: torch.device, workers: 
 
 def _compile_launches(launches: Iterable[Launch], device: torch.device, workers: int | None) -> Counts:
     tunes = _autotune.is_enabled()
-    # The more tensors, the longer it takes, about: what takes longest is to begin first.
-    wanted = sorted(_candidates(launches) if tunes else launches, key=lambda launch: -launch.tensors)
+    wanted = _candidates(launches) if tunes else launches
     with _cache_hits() as hits:
-        kernels = compile_together(wanted, device, workers, may_not_fit=tunes)
+        kernels = compile_together(longest_first(wanted), device, workers, may_not_fit=tunes)
     return Counts(len({id(kernel) for kernel in kernels}), hits.count(False), hits.count(True))
 
 
