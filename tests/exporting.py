@@ -87,7 +87,9 @@ def inputs(dtype: torch.dtype, device: str) -> list[Tensor]:
 def check_in_another_process(network: nn.Module, dtype: torch.dtype, device: str, folder: Path) -> None:
     """Compile what was exported, and compare what a process without this file computes with eager mode."""
     program = exported(network, torch.randn(*EXPORTED_WITH, DIM, dtype=dtype, device=device))
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "network.pt2"))
+    quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # of the C++ between the kernels
+    path = str(folder / "network.pt2")
+    package = torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=quickly)
     cases = folder / "cases.pt"
     torch.save([(h, network(h)) for h in inputs(dtype, device)], cases)
     script = folder / "run.py"  # beside which Python looks for modules

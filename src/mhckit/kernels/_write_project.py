@@ -287,7 +287,7 @@ def write(
     """y; without a projection."""
     T, N, C = tokens_of(x)
     y = empty(x, *x.shape)
-    launch = write_launch(C)
+    launch = write_launch(N, C)
     grid = (cdiv(T, launch.block_t), cdiv(C, launch.block_c))
     run(
         write_project_kernel, grid,

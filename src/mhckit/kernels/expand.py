@@ -9,7 +9,7 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import channels_exist, load_float, store_as, tokens_of_program
-from ._launch import cdiv, tokens_of, write_launch
+from ._launch import broadcast_launch, cdiv, tokens_of
 from ._launcher import run
 from ._math import math_of_streams
 from ._read import read
@@ -28,7 +28,7 @@ def broadcast_kernel(h, x, T, C: tl.constexpr, factor, N: tl.constexpr, BLOCK_T:
 def broadcast(h: Tensor, x: Tensor, factor: float = 1.0) -> Tensor:
     """Fill x [..., N, C] with h [..., C] times factor."""
     T, N, C = tokens_of(x)
-    launch = write_launch(C)
+    launch = broadcast_launch(C)
     grid = (cdiv(T, launch.block_t), cdiv(C, launch.block_c))
     run(
         broadcast_kernel,
