@@ -21,7 +21,7 @@ test: $(VENV)/installed
 
 # pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors.
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) -q tests/kernels tests/gpu \
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) --dist worksteal -q tests/kernels tests/gpu \
 		--ignore tests/kernels/test_crosscompile.py --summary $(RESULTS)/test_gpu.jsonl --commit $(COMMIT)
 
 # While working on a kernel, without writing results: PYTHONPATH=src python3 -m mhckit bench --quick

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mhckit.bench.launches import device_events
 from mhckit.kernels import _launch, _launcher, _write_project
-from mhckit.kernels._launch import has_hopper_forms
+from mhckit.kernels._launch import has_hopper_forms, slice_width
 from mhckit.testing import make_call
 
 DEVICE = torch.device("cuda")
@@ -41,6 +41,7 @@ def in_form(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Callable[..
     def write_project(hopper: bool, inputs: dict[str, Tensor | None], weights: Tensor | None) -> list[Tensor]:
         monkeypatch.setattr(_write_project, "fills", lambda programs, device: hopper)
         monkeypatch.setattr(_write_project, "leaves_idle", lambda programs, device: False)
+        monkeypatch.setattr(_write_project, "best_span", lambda channels, programs, device: slice_width(channels))
         x_in = None if weights is None else torch.full_like(inputs["f"], torch.nan)
         collapse = _write_project.Collapse(weights, x_in)
         y, projection = _write_project.write_project(**inputs, collapse=collapse)
@@ -139,6 +140,42 @@ def test_where_it_is_used(name: str, dtype: torch.dtype, channels: int, hopper: 
         call = make_call("junction", RECIPES[name], lead=(tokens,), channels=channels, dtype=dtype, device=DEVICE)
         expected = "write_project_hopper_kernel" if hopper and enough else "write_project_kernel"
         assert _names(call, launched)[0] == expected
+
+
+@pytest.mark.parametrize(("share", "channels", "slots"), [
+    (2, 4096, 2),  # half as many programs as multiprocessors: two for the channels of each
+    (4, 4096, 4),
+    (2, 2560, 2),
+    (3, 2560, 3),
+    (4, 6144, 6),
+])  # fmt: skip
+def test_parts_of_a_slice(
+    share: int, channels: int, slots: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as without parts, and as with a program for every sum."""
+    tokens = 64 * (torch.cuda.get_device_properties(DEVICE).multi_processor_count // share)
+    seen: list[int] = []
+    best_span = _write_project.best_span
+    drawn = dict(dtype=torch.bfloat16, device=DEVICE, draw_on=DEVICE)
+    call = make_call("junction", RECIPES["deepseek_v4"], lead=(tokens,), channels=channels, **drawn)
+
+    def spy(*args: Any) -> int:
+        seen.append(-(-channels // best_span(*args)))
+        return best_span(*args)
+
+    monkeypatch.setattr(_write_project, "best_span", spy)
+    with torch.no_grad():
+        in_parts = call()
+        assert seen == [slots] and launched[0] == "write_project_hopper_kernel"
+        monkeypatch.setattr(_write_project, "best_span", lambda channels, programs, device: slice_width(channels))
+        monkeypatch.setattr(_write_project, "fills", lambda programs, device: True)
+        whole = call()
+        monkeypatch.setattr(_write_project, "fills", lambda programs, device: False)
+        monkeypatch.setattr(_write_project, "leaves_idle", lambda programs, device: True)
+        spread = call()
+    for name, here, there, elsewhere in zip(("x", "y", "pre", "post", "res"), in_parts, whole, spread, strict=False):
+        assert not here.isnan().any(), name
+        assert torch.equal(here, there) and torch.equal(here, elsewhere), name
 
 
 def test_calls_are_repeated_and_captured() -> None:

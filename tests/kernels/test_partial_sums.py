@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from accuracy import assert_accurate
@@ -9,7 +12,7 @@ from recipes import every_recipe
 
 import mhckit
 from mhckit.kernels import _launch, _launcher, _read, _write_project
-from mhckit.kernels._launch import slice_width
+from mhckit.kernels._launch import best_span, slice_width
 from mhckit.kernels._partial_sums import CHAIN, LEVELS
 from mhckit.testing import Call, make_call
 
@@ -65,6 +68,58 @@ def test_the_forms_agree(
     for got, want in zip(spread, alone, strict=True):
         assert not want.isnan().any()
         assert torch.equal(got, want)
+
+
+@with_small_sums
+@pytest.mark.parametrize(("name", "channels", "span", "slots"), [
+    ("deepseek_v4", 16 * SUM, 8 * SUM, 2),  # of a chain each
+    ("deepseek_v41", 17 * SUM, 16 * SUM, 2),  # of two chains, and of a sum
+    ("mhc_lite", 17 * SUM + 8, 8 * SUM, 3),  # a pair without a second
+    ("deepseek_v4", 32 * SUM, 8 * SUM, 4),
+    ("deepseek_v4", 38 * SUM, 16 * SUM, 3),  # the third without a second, as its chain is
+    ("deepseek_v4", 48 * SUM, 8 * SUM, 6),  # two slices of three chains
+])  # fmt: skip
+def test_parts_of_a_slice_agree_with_all_of_it(
+    name: str, channels: int, span: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts are those of programs on Hopper, added up here by the plain form."""
+    call = _call("junction", name, channels)
+    whole = _outputs(call, False, monkeypatch)
+    launched: list[tuple[int, ...]] = []
+
+    def observe(kernel: Any, grid: tuple[int, ...], args: Any, constants: Any) -> None:
+        launched.append(grid)
+        _launcher.run_now(kernel, grid, args, constants)
+
+    monkeypatch.setattr(_launcher, "observer", observe)
+    monkeypatch.setattr(_write_project, "_hopper", SimpleNamespace(TOKENS=32))
+    monkeypatch.setattr(_write_project, "_hopper_form", _write_project._form)
+    monkeypatch.setattr(_write_project, "fills", lambda programs, device: True)
+    monkeypatch.setattr(_write_project, "best_span", lambda channels, programs, device: span)
+    for few in (False, True):
+        for got, want in zip(_outputs(call, few, monkeypatch), whole, strict=True):
+            assert not want.isnan().any()
+            assert torch.equal(got, want)
+    assert [grid[1] for grid in launched if len(grid) == 2] == [slots, slots]
+
+
+@pytest.mark.parametrize(("tokens", "channels", "span"), [
+    (8192, 4096, 4096),  # 128 programs for 132 multiprocessors
+    (4096, 4096, 2048),  # 64, so in halves
+    (2048, 4096, 1024),
+    (12288, 4096, 2048),  # 1.5 waves are 3 of halves
+    (4224, 2048, 1024),
+    (6144, 2560, 2560),  # 96 programs: their larger parts would be no shorter than two waves of smaller ones
+    (2048, 5000, 2048),  # 40 sums: a part of 4 chains and one of the fifth are no shorter
+    (4096, 7168, 3584),  # two slices that are no multiple of a chain
+    (2048, 6144, 1024),
+    (1, 128, 128),
+])  # fmt: skip
+def test_how_much_of_a_slice_a_program_takes(tokens: int, channels: int, span: int) -> None:
+    assert best_span(channels, -(-tokens // 64), torch.device("cpu")) == span
+    width = slice_width(channels)
+    assert -(-width // span) <= 4
+    assert width == span or channels <= width or width % span == 0, "parts begin where slices do"
 
 
 @with_small_sums

@@ -85,7 +85,7 @@ def beside_residual(value, MATH: tl.constexpr):
 @triton.jit
 def add_up(sums, t, live, T, READS: tl.constexpr, WRITES: tl.constexpr, MANY: tl.constexpr, MATH: tl.constexpr):
     """The sum of squares of each token, then those groups of z's rows that a read (pre) or the next write (post and the
-    residual map) takes, from the slots that F1 left: one for each slice of channels, or MANY (see `_partial_sums`).
+    residual map) takes, from the slots that F1 left: one to four for each slice of channels, or MANY (`_partial_sums`).
     """
     partials, squares, slots, together = sums
     if MANY:
@@ -100,11 +100,35 @@ def add_up(sums, t, live, T, READS: tl.constexpr, WRITES: tl.constexpr, MANY: tl
             total = _add_all(total, _add_all_in_pairs(chains))
         return total
     else:
-        total = _load_sums(partials, squares, t, live, READS, WRITES, MATH)
-        for slot in range(1, slots):
-            at = tl.cast(slot, tl.int64) * T + t
-            total = _add_all(total, _load_sums(partials, squares, at, live, READS, WRITES, MATH))
+        total = _add_parts(sums, 0, t, live, T, READS, WRITES, MATH)
+        for first in range(together, slots, together):
+            total = _add_all(total, _add_parts(sums, first, t, live, T, READS, WRITES, MATH))
         return total
+
+
+@triton.jit
+def _add_parts(sums, first, t, live, T, READS: tl.constexpr, WRITES: tl.constexpr, MATH: tl.constexpr):
+    """The sum of a slice whose slots begin with `first`: in pairs, as a program that takes all of them adds it up."""
+    together = sums[3]
+    total = _load_slot(sums, first, 0, t, live, T, READS, WRITES, MATH)
+    if together > 1:
+        total = _add_all(total, _load_slot(sums, first, 1, t, live, T, READS, WRITES, MATH))
+    if together > 2:
+        pair = _load_slot(sums, first, 2, t, live, T, READS, WRITES, MATH)
+        pair = _add_all(pair, _load_slot(sums, first, 3, t, live, T, READS, WRITES, MATH))
+        total = _add_all(total, pair)
+    return total
+
+
+@triton.jit
+def _load_slot(
+    sums, first, part: tl.constexpr, t, live, T, READS: tl.constexpr, WRITES: tl.constexpr, MATH: tl.constexpr
+):
+    """Part of a slice, or 0 where there are fewer."""
+    partials, squares, slots, together = sums
+    slot = first + part
+    here = live & (part < together) & (slot < slots)
+    return _load_sums(partials, squares, tl.cast(slot, tl.int64) * T + t, here, READS, WRITES, MATH)
 
 
 @triton.jit

@@ -23,6 +23,8 @@ import torch
 import triton
 from torch import Tensor
 
+from ._partial_sums import CHAIN
+
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
 # How float32 operands are multiplied: three tf32 products keep 21 bits or more; AMD has no such mode.
 PRECISION = "ieee" if torch.version.hip else "tf32x3"
@@ -32,6 +34,8 @@ ROWS = 32
 PHI_BLOCK = 32
 # Channels of all streams whose sums F1 ends before it begins the next. With few tokens a program takes no more.
 SUM_WIDTH = 128
+# Parts of a slice at most, each with a slot, that programs take one by one where that keeps more of them busy.
+MAX_PARTS = 4
 # Least channels per partial sum of F1 and J, which fixes the order of their sums. Models with more channels train with
 # fewer tokens at a time: slices keep about as many programs of 32 tokens as a large device runs at once.
 SLICE_WIDTH = 2560
@@ -193,6 +197,28 @@ def fills(programs: int, device: torch.device) -> bool:
     150 us where those take 159, and 28 in the second of two waves are no loss (benchmarks/results/attempts.jsonl).
     """
     return programs >= 0.75 * _multiprocessors_of(device)
+
+
+def best_span(channels: int, programs: int, device: torch.device) -> int:
+    """Channels per program of F1 that has a multiprocessor to itself, where so many programs share the tokens.
+
+    All of a slice, unless multiprocessors would be idle, because there are few programs or the last wave of them is a
+    small one, and parts of a slice keep 8% more of them busy. A part is a power of two of chains: where a sum of pairs
+    of chains begins (`_partial_sums`), so that a slice has the same sum in however many parts it is added up.
+    """
+    width = slice_width(channels)
+    most = _multiprocessors_of(device)
+
+    def busy(span: int) -> float:
+        waves = cdiv(programs * cdiv(channels, span), most)
+        return programs * channels / (waves * span * most)
+
+    best = width
+    for span in (CHAIN.value * SUM_WIDTH << level for level in (2, 1, 0)):
+        parts, begins_slices = cdiv(width, span), width % span == 0 or width >= channels
+        if 1 < parts <= MAX_PARTS and begins_slices and busy(span) > busy(best) + 0.08:
+            best = span
+    return best
 
 
 @functools.cache

@@ -5,9 +5,9 @@ follow one another are added in that order, to c_0, c_1, ..., and these in pairs
 
     ((c_0 + c_1) + (c_2 + c_3)) + ((c_4 + c_5) + (c_6 + 0))
 
-With many tokens a program of F1 takes a slice and does all of this on the way (`push`, `end_pairs`). With few tokens
-each sum is the work of a program, and F2 loads all of a slice's at once, to wait for them once (`add_up` in
-`_coefficients`).
+With many tokens a program of F1 takes a slice and does all of this on the way (`push`, `end_pairs`), or a part of it,
+one, two or four chains, and F2 adds the parts in pairs. With few tokens each sum is the work of a program, and F2 loads
+all of a slice's at once, to wait for them once (`add_up` in `_coefficients`).
 """
 
 import triton

@@ -7,8 +7,9 @@
 Either half can be left out: without f nothing is written and x itself is projected; without phi it is `post`. Reads x
 and f, writes y: 18C bytes per token for 4 streams of 2-byte activations, 20C with x_in.
 
-Sums are over SUM_WIDTH channels of all streams at a time. A program takes `span` channels: a slice, whose sums it adds
-up, or with few tokens the channels of one sum, so that many programs share a token. `_partial_sums` has the order.
+Sums are over SUM_WIDTH channels of all streams at a time. A program takes `span` channels: a slice or a part of it,
+whose sums it adds up, or with few tokens the channels of one sum, so that many programs share a token. `_partial_sums`
+has the order.
 Where SUM_WIDTH is None, a slice is one sum (`sum_width`). Many tokens on Hopper have a form of their own, with the same
 sums: `_write_project_hopper`.
 """
@@ -45,6 +46,7 @@ from ._launch import (
     ROWS,
     SUM_WIDTH,
     Launch,
+    best_span,
     cdiv,
     fills,
     has_hopper_forms,
@@ -260,7 +262,7 @@ def _stacked_parts(rows, PTX: tl.constexpr):
 
 
 class Projection(NamedTuple):
-    """Partial sums of z [slots, T, P] and of the squares [slots, T]: of slices of channels, or many for each slice.
+    """Partial sums of z [slots, T, P] and of the squares [slots, T]: one to four for each slice of channels, or many.
 
     together: slots of a slice. many: None where there is one slot, however many tokens there are.
     """
@@ -331,22 +333,22 @@ def _project(
 ) -> Projection:
     T, _, C = tokens_of(x)
     width, sums = slice_width(C), _sum_width(x, f)
-    slices = cdiv(C, width)
-    block_t = _launch_of(x, f, phi).block_t
     has_two_forms = sums is not None and width > sums
-    many = may_be_many and has_two_forms and leaves_idle(cdiv(T, block_t) * slices, x.device)
-    span = sums if many else width
+    args = (x, f, f_bias, post, res, phi, norm_weight, collapse.weights, y, collapse.x_in)
+    form, programs, span = _form(args), cdiv(T, _launch_of(x, f, phi).block_t), width
+    many = may_be_many and has_two_forms and leaves_idle(programs * cdiv(C, width), x.device)
+    hopper = _hopper_form(args)
+    if _hopper is not None and hopper is not None:
+        hopper_programs = cdiv(T, _hopper.TOKENS)
+        part = best_span(C, hopper_programs, x.device) if may_be_many else width
+        if fills(hopper_programs * cdiv(C, part), x.device):
+            form, programs, span, many = hopper, hopper_programs, part, False
+    if many:
+        span = sums
     slots = cdiv(C, span)
     z, squares = empty(phi, slots, T, phi.shape[0], dtype=FLOAT), empty(phi, slots, T, dtype=FLOAT)
-    args = (
-        x, f, f_bias, post, res, phi, norm_weight, collapse.weights, y, collapse.x_in, z, squares, T, span, C,
-        phi.shape[0],
-    )  # fmt: skip
-    form, hopper = _form(args), None if many else _hopper_form(args)
-    if _hopper is not None and hopper is not None and fills(cdiv(T, _hopper.TOKENS) * slices, x.device):
-        form, block_t = hopper, _hopper.TOKENS
-    run(form.kernel, (cdiv(T, block_t), slots), *args, **form.constants)
-    return Projection(z, squares, width // span, many if has_two_forms else None)
+    run(form.kernel, (programs, slots), *args, z, squares, T, span, C, phi.shape[0], **form.constants)
+    return Projection(z, squares, cdiv(width, span), many if has_two_forms else None)
 
 
 def _sum_width(x: Tensor, f: Tensor | None) -> int | None:
