@@ -44,9 +44,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _makes_libraries_for_torch(command: str, folder: Path) -> bool:
     source, library = folder / "device.cpp", folder / "device.so"
-    source.write_text(
-        '#include <regex>\nextern "C" bool found() { return std::regex_search("cuda:0", std::regex("[a-z]+:([0-9]+)")); }'
-    )
+    found = 'extern "C" bool found() { return std::regex_search("cuda:0", std::regex("[a-z]+:([0-9]+)")); }'
+    source.write_text(f"#include <regex>\n{found}\n")
     built = subprocess.run([command, "-std=c++17", "-fPIC", "-shared", "-o", library, source])
     loaded = "import sys, ctypes, torch; sys.exit(not ctypes.CDLL(sys.argv[1]).found())"
     return built.returncode == 0 and subprocess.run([sys.executable, "-c", loaded, library]).returncode == 0
