@@ -32,7 +32,7 @@ class Driver:
     def run_now(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self.first += [argument.data_ptr() for argument in args if isinstance(argument, Tensor)]
         compiled = _launcher.Compiled(lambda *values: self.again.extend(values), (), ())
-        if (launches := getattr(_launcher._recording, "launches", None)) is not None:
+        if (launches := _launcher._watching.launches) is not None:
             launches.append(_launcher.Recorded(compiled, (*grid, 1, 1)[:3], args))
 
     def forget(self) -> None:

@@ -68,7 +68,7 @@ def device_events(run: Callable[[], object]) -> list[DeviceEvent]:
     """Everything a call does on the device, in order, by torch's profiler."""
     run()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         run()
         torch.cuda.synchronize()
     events = [
