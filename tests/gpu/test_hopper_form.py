@@ -109,6 +109,11 @@ def test_pieces_of_phi_in_turn(in_form: Callable[..., list[Tensor]]) -> None:
         _assert_same(in_form(True, inputs, weights), want)
 
 
+def test_no_tokens(launched: list[str]) -> None:
+    call = make_call("junction", RECIPES["deepseek_v4"], lead=(0,), channels=4096, dtype=torch.bfloat16, device=DEVICE)
+    assert all(result.isfinite().all() for result in run(call, "triton").values())
+
+
 def test_what_is_not_a_number_stays_with_its_token(in_form: Callable[..., list[Tensor]]) -> None:
     inputs, weights = _inputs(70, 256)
     inputs["x"][3, 1, 200] = torch.inf

@@ -62,12 +62,12 @@ def test_inference_mode(operator: str) -> None:
 
 @each_operator
 @pytest.mark.parametrize("name", ["deepseek_v4", "paper", "deepseek_v41"])
-@pytest.mark.parametrize(("dtype", "channels"), [(torch.bfloat16, 5128), (torch.bfloat16, 5120), (torch.float32, 5128)])
+@pytest.mark.parametrize(("dtype", "channels"), [(torch.bfloat16, 5128), (torch.bfloat16, 4096), (torch.float32, 5128)])
 def test_a_token_alone_and_in_a_batch(operator: str, name: str, dtype: torch.dtype, channels: int) -> None:
     """Outputs and per-token gradients of single tokens, bit for bit as inside 8449 of them.
 
     So many that every multiprocessor of an H200 has a program, 132 of 64 tokens, and one program adds up all channels;
-    of 5120 in F1's form for Hopper.
+    of 4096 in F1's form for Hopper, a program for each of four parts.
     """
     batch = _call(operator, tokens=8449, channels=channels, name=name, dtype=dtype)
     leaves = batch.requires_grad()
@@ -104,7 +104,7 @@ def test_nothing_waits_for_the_gpu(operator: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("channels", [5128, 5120])
+@pytest.mark.parametrize("channels", [5128, 4096])
 def test_a_new_number_of_tokens_compiles_nothing(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call = _call("junction", tokens=5, channels=channels)
     run(call, "triton")
@@ -119,7 +119,7 @@ def test_a_new_number_of_tokens_compiles_nothing(channels: int, monkeypatch: pyt
         run(_call("junction", tokens=tokens, channels=channels), "triton")
         run(_call("head", tokens=tokens, channels=channels), "triton")
     assert compiled == []
-    run(_call("junction", tokens=5, channels=channels - 4056), "triton")
+    run(_call("junction", tokens=5, channels=channels + 3), "triton")  # a size that no other test has
     assert compiled, "this test cannot see compilations"
 
 

@@ -122,6 +122,9 @@ assert len(launched) == 4 and len(heard) == 2, "nothing is compiled for another 
 kernels = [key[0] for key in _launcher._compiled]
 assert kernels == [_write_project.write_project_kernel, write_project_hopper_kernel]
 
+write_project(0, channels=1280)
+assert len(launched) == 4, "nothing is launched for no tokens"
+
 heard.clear()
 with ThreadPoolExecutor(1) as pool, AsyncCompileMode(pool):
     write_project(5, channels=384)
@@ -205,8 +208,12 @@ planned((torch.zeros(6),), none_for_absent=True)
 assert len(launched) == 4 and calls == [0, 0, 0, 2] and len(heard) == 2, "a new size is called once"
 planned((torch.zeros(6),), none_for_absent=True)
 assert len(launched) == 6 and len(calls) == 4, "and then repeated"
+torch.cuda.is_current_stream_capturing = lambda: True
+planned((torch.zeros(6).half(),), none_for_absent=True)
+assert len(launched) == 8 and len(calls) == 5, "a graph gets every launch once"
+torch.cuda.is_current_stream_capturing = lambda: False
 host(torch.zeros(6).double())
-assert len(launched) == 8 and len(heard) == 4, "what nobody watches compiles as it launches"
+assert len(launched) == 10 and len(heard) == 6, "what nobody watches compiles as it launches"
 
 try:
     planned((torch.zeros(7), True), none_for_absent=True)
@@ -214,7 +221,7 @@ try:
 except triton.CompilationError:
     assert _launcher._watching.kept is None and not _launcher._watching.compiled_only
 planned((torch.zeros(8),), none_for_absent=True)
-assert len(launched) == 12, "the copy before what failed, twice, then all of the next call"
+assert len(launched) == 14, "the copy before what failed, twice, then all of the next call"
 """
 
 two_forms = pytest.mark.skipif(not HAS_GLUON, reason="a kernel for Hopper, of one version of Triton")

@@ -77,6 +77,7 @@ def test_the_forms_agree(
     ("mhc_lite", 17 * SUM + 8, 8 * SUM, 3),  # a pair without a second
     ("deepseek_v4", 32 * SUM, 8 * SUM, 4),
     ("deepseek_v4", 38 * SUM, 16 * SUM, 3),  # the third without a second, as its chain is
+    ("deepseek_v4", 38 * SUM, 32 * SUM, 2),  # of four chains, and of one
     ("deepseek_v4", 48 * SUM, 8 * SUM, 6),  # two slices of three chains
 ])  # fmt: skip
 def test_parts_of_a_slice_agree_with_all_of_it(
@@ -113,7 +114,9 @@ def test_parts_of_a_slice_agree_with_all_of_it(
     (2048, 5000, 2048),  # 40 sums: a part of 4 chains and one of the fifth are no shorter
     (4096, 7168, 3584),  # two slices that are no multiple of a chain
     (2048, 6144, 1024),
+    (4000, 4992, 4096),
     (1, 128, 128),
+    (0, 4096, 4096),
 ])  # fmt: skip
 def test_how_much_of_a_slice_a_program_takes(tokens: int, channels: int, span: int) -> None:
     assert best_span(channels, -(-tokens // 64), torch.device("cpu")) == span

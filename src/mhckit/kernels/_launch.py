@@ -208,6 +208,8 @@ def best_span(channels: int, programs: int, device: torch.device) -> int:
     """
     width = slice_width(channels)
     most = _multiprocessors_of(device)
+    if not programs:
+        return width
 
     def busy(span: int) -> float:
         waves = cdiv(programs * cdiv(channels, span), most)
@@ -235,9 +237,10 @@ def broadcast_launch(channels: int) -> Launch:
 
 def write_launch(streams: int, channels: int) -> Launch:
     """`post` forward: 4096 channels of one token, whose rows then follow each other in memory; not where more than half
-    of a program's would be missing, nor where registers hold fewer.
+    of the last program's would be missing, nor with more streams, which take the registers.
 
-    92% of the ceiling become 96 with 4096 channels, 89 become 94 with 2560; but 93 would become less than 86 with 5120.
+    For 4 streams of bfloat16, 92% of the ceiling become 96 with 4096 channels, 89 become 94 with 2560, 95 become 98
+    with 2048; with 5120 it is among the slowest (benchmarks/results/attempts.jsonl).
     """
     if streams > 4 or channels < 2048 or 0 < channels % 4096 < 2048:
         return broadcast_launch(channels)
@@ -296,8 +299,8 @@ def streams_bwd_launch(
     element_size: int = 2,
     shared: int = LARGE_SHARED_MEMORY,
 ) -> Launch:
-    """J: with dots 32 tokens, whose high and low parts fill a warp group's tile; without, the tile of `post`, unless
-    df is to be summed over the tokens of each program: the more tokens, the fewer partial sums.
+    """J: with dots 32 tokens, whose high and low parts fill a warp group's tile; without, some thousand channels of a
+    token, unless df is to be summed over the tokens of each program: the more tokens, the fewer partial sums.
 
     A thread holds the N^2 + 2N coefficients of a token and as many sums; more streams leave room for fewer channels,
     and hundreds of rows of phi none for loads in flight. Narrow loads (C no multiple of 8) gain nothing from more than

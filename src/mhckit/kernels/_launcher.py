@@ -104,7 +104,7 @@ def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants
     else:
         if _autotune.is_enabled():
             constants = _autotune.tuned(kernel, grid, args, constants)
-        elif _watching.compiled_only:
+        elif _watching.compiled_only and not torch.cuda.is_current_stream_capturing():
             raise NotCompiled
         all_forms = forms(kernel, args, constants)
         if len(all_forms) > 1:
@@ -162,7 +162,8 @@ def goes_straight() -> bool:
 def recorded(*, compiled_only: bool) -> Iterator[list[Recorded | None]]:
     """The launches that this thread makes; None for one that went through Triton and cannot be repeated.
 
-    compiled_only: a launch of a kernel that is not compiled yet raises NotCompiled instead.
+    compiled_only: a launch of a kernel that is not compiled yet raises NotCompiled instead; unless a graph is captured,
+    which would keep what was launched before it.
     """
     _watching.launches = launches = []
     _watching.compiled_only = compiled_only

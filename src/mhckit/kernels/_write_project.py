@@ -264,7 +264,7 @@ def _stacked_parts(rows, PTX: tl.constexpr):
 class Projection(NamedTuple):
     """Partial sums of z [slots, T, P] and of the squares [slots, T]: one to four for each slice of channels, or many.
 
-    together: slots of a slice. many: None where there is one slot, however many tokens there are.
+    together: slots of a slice. many: None where a slice has one slot, however many tokens there are.
     """
 
     z: Tensor
