@@ -147,18 +147,17 @@ def test_where_it_is_used(name: str, dtype: torch.dtype, channels: int, hopper: 
         assert _names(call, launched)[0] == expected
 
 
-@pytest.mark.parametrize(("share", "channels", "slots"), [
-    (2, 4096, 2),  # half as many programs as multiprocessors: two for the channels of each
-    (4, 4096, 4),
-    (2, 2560, 2),
-    (3, 2560, 3),
-    (4, 6144, 6),
+@pytest.mark.parametrize(("waves", "channels", "slots"), [
+    (1.5, 4096, 2),  # so many programs per multiprocessor: three waves of halves
+    (1.25, 4096, 4),
+    (1.25, 2560, 3),
+    (0.63, 6144, 6),  # for each of two slices
 ])  # fmt: skip
 def test_parts_of_a_slice(
-    share: int, channels: int, slots: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
+    waves: float, channels: int, slots: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bits as without parts, and as with a program for every sum."""
-    tokens = 64 * (torch.cuda.get_device_properties(DEVICE).multi_processor_count // share)
+    tokens = 64 * int(torch.cuda.get_device_properties(DEVICE).multi_processor_count * waves)
     seen: list[int] = []
     best_span = _write_project.best_span
     drawn = dict(dtype=torch.bfloat16, device=DEVICE, draw_on=DEVICE)

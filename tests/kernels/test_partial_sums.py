@@ -102,6 +102,10 @@ def test_parts_of_a_slice_agree_with_all_of_it(
             assert not want.isnan().any()
             assert torch.equal(got, want)
     assert [grid[1] for grid in launched if len(grid) == 2] == [slots, slots]
+    launched.clear()
+    monkeypatch.setattr(_write_project, "fills", lambda programs, device: programs >= slots)
+    _outputs(call, True, monkeypatch)
+    assert launched[0][1] == -(-channels // SUM), "as with too few tokens for whole slices"
 
 
 @pytest.mark.parametrize(("tokens", "channels", "span"), [

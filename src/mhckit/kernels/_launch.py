@@ -202,9 +202,9 @@ def fills(programs: int, device: torch.device) -> bool:
 def best_span(channels: int, programs: int, device: torch.device) -> int:
     """Channels per program of F1 that has a multiprocessor to itself, where so many programs share the tokens.
 
-    All of a slice, unless multiprocessors would be idle, because there are few programs or the last wave of them is a
-    small one, and parts of a slice keep 8% more of them busy. A part is a power of two of chains: where a sum of pairs
-    of chains begins (`_partial_sums`), so that a slice has the same sum in however many parts it is added up.
+    All of a slice, unless multiprocessors would be idle, mostly because the last wave of programs is a small one, and
+    parts of a slice keep 8% more of them busy. A part is a power of two of chains: where a sum of pairs of chains
+    begins (`_partial_sums`), so that a slice has the same sum in however many parts it is added up.
     """
     width = slice_width(channels)
     most = _multiprocessors_of(device)

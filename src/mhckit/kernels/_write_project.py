@@ -340,9 +340,9 @@ def _project(
     hopper = _hopper_form(args)
     if _hopper is not None and hopper is not None:
         hopper_programs = cdiv(T, _hopper.TOKENS)
-        part = best_span(C, hopper_programs, x.device) if may_be_many else width
-        if fills(hopper_programs * cdiv(C, part), x.device):
-            form, programs, span, many = hopper, hopper_programs, part, False
+        if fills(hopper_programs * cdiv(C, width), x.device):
+            form, programs, many = hopper, hopper_programs, False
+            span = best_span(C, programs, x.device) if may_be_many else width
     if many:
         span = sums
     slots = cdiv(C, span)
