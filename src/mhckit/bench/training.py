@@ -268,6 +268,7 @@ OWN_KERNELS = (
     "read_kernel",
     "read_bwd_kernel",
     "streams_bwd_kernel",
+    "streams_bwd_hopper_kernel",
     "chunk_sums_kernel",
     "finish_kernel",
     "pack_phi_kernel",

@@ -86,6 +86,14 @@ def _join_halves(tensors):
 
 
 @triton.jit
+def one_below_the_other(top, bottom):
+    """[2 rows, columns]. A thread holds the values that it held of each."""
+    ROWS: tl.constexpr = top.shape[0]
+    COLUMNS: tl.constexpr = top.shape[1]
+    return tl.reshape(tl.permute(tl.join(top, bottom), (2, 0, 1)), (2 * ROWS, COLUMNS))
+
+
+@triton.jit
 def collapse(weights, streams, N: tl.constexpr):
     """sum_i weights_i streams_i, to the same bits in every kernel: left to itself, the compiler fuses either product of
     a first sum into it.
@@ -101,6 +109,41 @@ def write_stream(o: tl.constexpr, streams, f, post, res, N: tl.constexpr):
     """y_o = sum_i res[o,i] x_i + post_o f, unrounded, to the same bits in every kernel; res is () for identity."""
     mixed = streams[o] if len(res) == 0 else collapse(res[o * N : (o + 1) * N], streams, N)
     return tl.fma(post[o], f, mixed)
+
+
+@triton.jit
+def add_mixed(tiles, G, res, o: tl.constexpr, N: tl.constexpr):
+    """tiles_i + H[o,i] G; res is () for identity."""
+    if len(res) == 0:
+        return tiles + (G,)
+    else:
+        added = ()
+        for i in tl.static_range(N):
+            added = added + (res[o * N + i] * G if o == 0 else tiles[i] + res[o * N + i] * G,)
+        return added
+
+
+@triton.jit
+def scaled(columns, factor, N: tl.constexpr):
+    scaled = ()
+    for i in tl.static_range(N):
+        scaled = scaled + (columns[i] * factor,)
+    return scaled
+
+
+@triton.jit
+def mixed_back(weights, res, N: tl.constexpr):
+    """sum_o H[o,i] weights_o for each i; res is () for identity."""
+    if len(res) == 0:
+        return weights
+    else:
+        mixed = ()
+        for i in tl.static_range(N):
+            total = res[i] * weights[0]
+            for o in tl.static_range(1, N):
+                total += res[o * N + i] * weights[o]
+            mixed = mixed + (total,)
+        return mixed
 
 
 @triton.jit

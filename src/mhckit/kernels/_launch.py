@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -156,12 +156,30 @@ def _padded_rows(rows: int) -> int:
     return 2 * ROWS * row_blocks(rows)
 
 
-def padded_parts(rows: int, channels: int) -> int:
-    """Rows of the tile in which phi is packed: a power of two that holds its rows, and with the low parts the padding
-    that follows them.
+class PhiLayout(NamedTuple):
+    """How J wants phi: rows of parts (`packed_rows`), channels of a stream in a block, and as many of them side by side
+    as one of its threads holds.
     """
-    packed = packed_rows(rows, channels)
-    return power_of_2(packed - rows if packs_densely(rows, channels) else packed // 2)
+
+    rows: int
+    dense: bool
+    block: int
+    channels_per_thread: int
+
+    def padded(self, rows: int) -> int:
+        """Rows of the tile in which so many of phi are packed: a power of two that holds them, and with the low parts
+        the padding that follows them.
+        """
+        return power_of_2(self.rows - rows if self.dense else self.rows // 2)
+
+
+NOT_PACKED = PhiLayout(0, False, PHI_BLOCK, 0)
+
+
+def phi_layout(streams: int, channels: int, rows: int) -> PhiLayout:
+    launch = streams_bwd_launch(streams, channels, rows=rows)
+    dense = packs_densely(rows, channels)
+    return PhiLayout(packed_rows(rows, channels), dense, PHI_BLOCK, channels_per_thread(launch))
 
 
 def packed_dz_width(rows: int) -> int:
@@ -193,32 +211,53 @@ def leaves_idle(programs: int, device: torch.device) -> bool:
 def fills(programs: int, device: torch.device) -> bool:
     """Whether programs that have a multiprocessor to themselves leave few of them without one.
 
-    F1 at C = 4096: 64 programs for 132 multiprocessors take 145 us where twice as many small ones take 115; 104 take
-    150 us where those take 159, and 28 in the second of two waves are no loss (benchmarks/results/attempts.jsonl).
+    F1 at C = 4096: 64 programs for 132 multiprocessors take 141 us where twice as many small ones take 117; 96 take
+    145 us where those take 155, and in quarters 41 where those take 46 (benchmarks/results/attempts.jsonl).
     """
-    return programs >= 0.75 * _multiprocessors_of(device)
+    return programs >= 0.7 * _multiprocessors_of(device)
 
 
-def best_span(channels: int, programs: int, device: torch.device) -> int:
-    """Channels per program of F1 that has a multiprocessor to itself, where so many programs share the tokens.
+def write_project_span(channels: int, programs: int, device: torch.device) -> int:
+    """Channels per program of F1 for Hopper where so many programs share the tokens: a slice, or a part of one.
 
-    All of a slice, unless multiprocessors would be idle, mostly because the last wave of programs is a small one, and
-    parts of a slice keep 8% more of them busy. A part is a power of two of chains: where a sum of pairs of chains
-    begins (`_partial_sums`), so that a slice has the same sum in however many parts it is added up.
+    A part is a power of two of chains: where a sum of pairs of chains begins (`_partial_sums`), so that a slice has the
+    same sum in however many parts it is added up.
     """
-    width = slice_width(channels)
+    width, spans = slice_width(channels), []
+    for span in (CHAIN.value * SUM_WIDTH << level for level in (2, 1, 0)):
+        begins_slices = width % span == 0 or width >= channels
+        if 1 < cdiv(width, span) <= MAX_PARTS and begins_slices:
+            spans.append(span)
+    return _busiest([width, *spans], channels, programs, device)
+
+
+def write_sums_width(channels: int) -> int:
+    """Channels per partial sum of J for Hopper: a quarter of them, or an eighth where there are many."""
+    return cdiv(cdiv(channels, 4 if channels < 8192 else 8), SUM_WIDTH) * SUM_WIDTH
+
+
+def streams_bwd_span(channels: int, programs: int, device: torch.device) -> int:
+    """Channels per program of J for Hopper where so many programs share the tokens: those of some partial sums."""
+    width = write_sums_width(channels)
+    sums = cdiv(channels, width)
+    return _busiest([cdiv(sums, parts) * width for parts in (1, 2, 4, 8) if parts <= sums], channels, programs, device)
+
+
+def _busiest(spans: list[int], channels: int, programs: int, device: torch.device) -> int:
+    """The first span, of programs that have a multiprocessor to themselves, unless multiprocessors would be idle,
+    mostly because the last wave of programs is a small one, and one of the others keeps 8% more of them busy.
+    """
     most = _multiprocessors_of(device)
     if not programs:
-        return width
+        return spans[0]
 
     def busy(span: int) -> float:
         waves = cdiv(programs * cdiv(channels, span), most)
         return programs * channels / (waves * span * most)
 
-    best = width
-    for span in (CHAIN.value * SUM_WIDTH << level for level in (2, 1, 0)):
-        parts, begins_slices = cdiv(width, span), width % span == 0 or width >= channels
-        if 1 < parts <= MAX_PARTS and begins_slices and busy(span) > busy(best) + 0.08:
+    best = spans[0]
+    for span in spans[1:]:
+        if busy(span) > busy(best) + 0.08:
             best = span
     return best
 
@@ -331,11 +370,6 @@ def loads_ahead(launch: Launch, streams: int, rows: int, shared: int) -> bool:
 def channels_per_thread(launch: Launch) -> int:
     """Neighbouring channels of one token that a thread of J holds: warps beyond 32 tokens lie side by side."""
     return 8 * 4 * launch.block_t // 32 // launch.num_warps
-
-
-def packed_channels(streams: int, channels: int, rows: int) -> int:
-    """How phi's channels are packed for J."""
-    return channels_per_thread(streams_bwd_launch(streams, channels, rows=rows))
 
 
 def streams_collapsed_together(streams: int, rows: int) -> int:

@@ -1,6 +1,6 @@
 """Float32 operands of the backward's dots, packed once per call as bfloat16 high and low parts.
 
-    phi_parts[o, c // 32, k, c % 32]            c by `pack_columns`; k: high parts of the rows of phi w, then low parts,
+    phi_parts[o, c // BLOCK, k, c % BLOCK]      c by `pack_columns`; k: high parts of the rows of phi w, then low parts,
                                                 of all rows (DENSE) or of 32 at a time
     dz_parts[t, part_column(p)]                 where dz does not come from `_read_bwd`, which packs it
 
@@ -17,17 +17,7 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import bfloat16_parts, load_float, pack_columns, part_column
-from ._launch import (
-    BFLOAT,
-    PHI_BLOCK,
-    cdiv,
-    packed_dz_width,
-    packed_rows,
-    packs_densely,
-    padded_parts,
-    power_of_2,
-    tokens_of,
-)
+from ._launch import BFLOAT, PhiLayout, cdiv, packed_dz_width, phi_layout, power_of_2, tokens_of
 from ._launcher import run
 
 
@@ -46,7 +36,7 @@ def pack_phi_block(
     phi, norm_weight, phi_parts, block, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr,
     DENSE: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Block number `block` of phi_parts: 32 channels of one stream."""
+    """Block number `block` of phi_parts: BLOCK channels of one stream."""
     BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
     stream = block // BLOCKS
     p = tl.arange(0, PADDED)
@@ -82,18 +72,20 @@ def pack_dz_kernel(dz, dz_parts, T, P: tl.constexpr, PADDED: tl.constexpr, WIDTH
     tl.store(dz_parts + t[:, None] * WIDTH + part_column(p, 1)[None, :], low, mask=here)
 
 
-def empty_phi_parts(phi: Tensor, streams: int) -> Tensor:
-    """[blocks, packed rows, 32]: a block for each stream and 32 channels of it."""
+def empty_phi_parts(phi: Tensor, streams: int, layout: PhiLayout) -> Tensor:
+    """[blocks, rows of parts, channels]: a block for each stream and some channels of it."""
+    blocks = streams * cdiv(phi.shape[1] // streams, layout.block)
+    return empty(phi, blocks, layout.rows, layout.block, dtype=BFLOAT)
+
+
+def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int) -> Tensor:
     P, C = phi.shape[0], phi.shape[1] // streams
-    return empty(phi, streams * cdiv(C, PHI_BLOCK), packed_rows(P, C), PHI_BLOCK, dtype=BFLOAT)
-
-
-def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int, channels_per_thread: int) -> Tensor:
-    P, C, phi_parts = phi.shape[0], phi.shape[1] // streams, empty_phi_parts(phi, streams)
+    layout = phi_layout(streams, C, P)
+    phi_parts = empty_phi_parts(phi, streams, layout)
     run(
         pack_phi_kernel, (phi_parts.shape[0],), phi, norm_weight, phi_parts, C, P,
-        N=streams, PACKED=phi_parts.shape[1], DENSE=packs_densely(P, C), PADDED=padded_parts(P, C),
-        CHANNELS=channels_per_thread, BLOCK=PHI_BLOCK, num_warps=4,
+        N=streams, PACKED=layout.rows, DENSE=layout.dense, PADDED=layout.padded(P), CHANNELS=layout.channels_per_thread,
+        BLOCK=layout.block, num_warps=4,
     )  # fmt: skip
     return phi_parts
 

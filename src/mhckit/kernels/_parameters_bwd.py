@@ -20,6 +20,7 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import channels_exist, load_float, part_column, rounded_product, store_as, sum_parts
+from ._gradients import WriteGradients
 from ._launch import (
     FLOAT,
     PRECISION,
@@ -36,7 +37,6 @@ from ._launch import (
 from ._launcher import run
 from ._math import Math
 from ._read_bwd import LogitSums
-from ._streams_bwd import WriteGradients
 
 # Programs that share the sums over logits: pre, post, the bias and the scale of the residual map.
 LOGIT_PARTS = 4

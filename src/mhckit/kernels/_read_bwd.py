@@ -50,10 +50,9 @@ from ._device import (
 )
 from ._launch import (
     FLOAT,
-    PHI_BLOCK,
+    NOT_PACKED,
+    PhiLayout,
     cdiv,
-    packs_densely,
-    padded_parts,
     read_bwd_launch,
     residual_launch,
     rows_are_aligned,
@@ -318,12 +317,12 @@ class LogitSums(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """phi, the weight folded into it, where its parts go, and how many channels of them lie side by side for J."""
+    """phi, the weight folded into it, where its parts go, and how they are to lie."""
 
     phi: Tensor
     weight: Tensor | None
     parts: Tensor
-    channels_per_thread: int
+    layout: PhiLayout
 
 
 class CoefficientGradients(NamedTuple):
@@ -378,16 +377,16 @@ def read_bwd(
             empty(like, residual_programs or programs, 2, more, dtype=FLOAT) if more > 0 else None,
         )
     given = isinstance(weights, Tensor)
-    phi, phi_weight, phi_parts, packed_channels = packing or (None, None, None, 0)
-    pack_programs, packed = (0, 0) if phi_parts is None else phi_parts.shape[:2]
+    phi, phi_weight, phi_parts, layout = packing or (None, None, None, NOT_PACKED)
+    pack_programs = 0 if phi_parts is None else phi_parts.shape[0]
     run(
         read_bwd_kernel, (residual_programs + programs + pack_programs,),
         y, dx_in, *dmix, z, mean_square, scale, bias, weights if given else None, norm_weight, u,
         dz, k, k_more, read_weights, norm_share, dweights, *(sums or (None, None)), phi, phi_weight, phi_parts,
         tokens, channels, k_factor, residual_programs, pack_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
-        PACKED=packed, DENSE=packs_densely(math.rows, channels), PADDED_ROWS=padded_parts(math.rows, channels),
-        PACKED_CHANNELS=packed_channels, PHI_BLOCK=PHI_BLOCK,
+        PACKED=layout.rows, DENSE=layout.dense, PADDED_ROWS=layout.padded(math.rows),
+        PACKED_CHANNELS=layout.channels_per_thread, PHI_BLOCK=layout.block,
         FOLD=8 if y is not None and threads_hold_neighbours(y, launch) else 1, **launch.meta(),
     )  # fmt: skip
     return CoefficientGradients(k, k_more, sums)

@@ -13,13 +13,13 @@ from torch import Tensor
 from mhckit.ops._register import empty
 from mhckit.ops.coefficients import Parameters
 
-from ._launch import FLOAT, packed_channels, tokens_of
+from ._gradients import CollapseGradient, ProjectionGradient, WriteGradients
+from ._launch import FLOAT, PhiLayout, phi_layout, tokens_of
 from ._math import Math
 from ._pack import empty_dz_parts, empty_phi_parts
 from ._parameters_bwd import Finished, PhiSums, chunk_sums, finish
 from ._read import read
 from ._read_bwd import LogitSums, Packing, read_bwd
-from ._streams_bwd import CollapseGradient, ProjectionGradient, WriteGradients
 from ._write_project import Projection
 
 
@@ -72,10 +72,12 @@ def read_half_bwd(
     math: Math,
     *,
     sums_weights: bool = True,
+    layout: PhiLayout | None = None,
 ) -> ReadGradients:
     """Up to where the streams come in. weights: a tensor [T, N], "pre", "first" (stream 0), or "none": no collapse.
 
-    sums_weights: False where J sums the gradient of given weights, and the streams are not needed here.
+    sums_weights: False where J sums the gradient of given weights, and the streams are not needed here. layout: how J
+    wants phi, unless it is J in plain Triton.
     """
     (T, N, C), lead = tokens_of(y), y.shape[:-2]
     phi, scale, bias, norm_weight = parameters
@@ -86,7 +88,8 @@ def read_half_bwd(
     packing = dz_parts = None
     if phi is not None:
         dz_parts = empty_dz_parts(y, T, math.rows)
-        packing = Packing(phi, norm_weight, empty_phi_parts(phi, N), packed_channels(N, C, math.rows))
+        layout = phi_layout(N, C, math.rows) if layout is None else layout
+        packing = Packing(phi, norm_weight, empty_phi_parts(phi, N, layout), layout)
     gradients = read_bwd(
         y, dx_in if sums_weights else None, dmix, z, mean_square, scale, bias, math,
         like=y, tokens=T, channels=C, weights=weights if sums_weights else "none", norm_weight=out_norm_weight, u=u,

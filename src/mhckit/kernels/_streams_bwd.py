@@ -18,8 +18,6 @@ Reads g, d, x and f, writes dx and df: 30C bytes per token for 4 streams of 2-by
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,6 +25,7 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import (
+    add_mixed,
     channels_exist,
     collapse,
     fold,
@@ -34,19 +33,26 @@ from ._device import (
     folded_zeros,
     load_float,
     load_per_token,
+    mixed_back,
     pieces,
     row_start,
+    scaled,
     store_as,
     tokens_of_program,
     write_stream,
 )
+from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
 from ._launch import (
+    BFLOAT,
     FLOAT,
+    HAS_GLUON,
     PHI_BLOCK,
     Launch,
+    PhiLayout,
     cdiv,
     channels_per_thread,
     dots_stay_in_threads,
+    has_hopper_forms,
     loads_ahead,
     packed_dz_width,
     packed_rows,
@@ -60,6 +66,11 @@ from ._launch import (
 )
 from ._launcher import run
 from ._packed_dot import dot_phi, load_dz, load_phi
+
+if HAS_GLUON:
+    from . import _streams_bwd_hopper as _hopper
+else:
+    _hopper = None
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -125,9 +136,9 @@ def streams_bwd_kernel(
                 sums = sums + (nothing,)
         if norm_weight is not None:
             # What x_in was collapsed with, in terms of x and f: d is known before any of y is made.
-            shares = _scaled(weights, share, N)
+            shares = scaled(weights, share, N)
             f_weight = collapse(shares, post_columns, N)
-            x_weights = _mixed_back(shares, res_columns, N)
+            x_weights = mixed_back(shares, res_columns, N)
     begin = tl.program_id(1) * WIDTH if WIDTH < C else 0
     end = begin + WIDTH if C % WIDTH == 0 else tl.minimum(begin + WIDTH, C)
     # Behind the loads of the next step, n would wait for all of them; beside a bias there are no registers for it.
@@ -206,7 +217,7 @@ def streams_bwd_kernel(
                         mixed = () if res is None else streams
                         read = () if dread_weights is None else (d, y)
                         next_sums = _add_products(next_sums, sums, G, f_piece, read, mixed, FOLD, IN_THREAD)
-                        dx_tiles = _add_mixed(dx_tiles, G, res_columns, o, N)
+                        dx_tiles = add_mixed(dx_tiles, G, res_columns, o, N)
                 if f is not None:
                     sums = next_sums
                     store_as(df, row_start(df, t, 1, C)[:, None] + c[None, :], df_tile, tile)
@@ -282,85 +293,6 @@ def _add_products(next_sums, sums, G, f, read, mixed, FOLD: tl.constexpr, IN_THR
     return next_sums
 
 
-@triton.jit
-def _add_mixed(tiles, G, res, o: tl.constexpr, N: tl.constexpr):
-    """tiles_i + H[o,i] G; res is () for identity."""
-    if len(res) == 0:
-        return tiles + (G,)
-    else:
-        added = ()
-        for i in tl.static_range(N):
-            added = added + (res[o * N + i] * G if o == 0 else tiles[i] + res[o * N + i] * G,)
-        return added
-
-
-@triton.jit
-def _scaled(columns, factor, N: tl.constexpr):
-    scaled = ()
-    for i in tl.static_range(N):
-        scaled = scaled + (columns[i] * factor,)
-    return scaled
-
-
-@triton.jit
-def _mixed_back(weights, res, N: tl.constexpr):
-    """sum_o H[o,i] weights_o for each i; res is () for identity."""
-    if len(res) == 0:
-        return weights
-    else:
-        mixed = ()
-        for i in tl.static_range(N):
-            total = res[i] * weights[0]
-            for o in tl.static_range(1, N):
-                total += res[o * N + i] * weights[o]
-            mixed = mixed + (total,)
-        return mixed
-
-
-class CollapseGradient(NamedTuple):
-    """The part of G that comes through x_in: e, the read weights, and with a norm its weight and b."""
-
-    dx_in: Tensor | None = None
-    read_weights: Tensor | None = None
-    norm_weight: Tensor | None = None
-    norm_share: Tensor | None = None
-
-
-class ProjectionGradient(NamedTuple):
-    """The part of G that comes through the coefficients: dz, k (the sum of up to two shares) and phi, packed."""
-
-    dz_parts: Tensor | None = None
-    k: Tensor | None = None
-    k_more: Tensor | None = None
-    phi_parts: Tensor | None = None
-    rows: int = 0
-
-
-class Write(NamedTuple):
-    """A write-back to differentiate."""
-
-    f: Tensor
-    f_bias: Tensor | None
-    post: Tensor
-    res: Tensor | None
-
-
-class WriteGradients(NamedTuple):
-    """dpost, dres and dread_weights are still to be filled where their sums over slices of channels [slices, T, numbers
-    per token] are given.
-
-    df_sums: df summed over the tokens of each program, if there is a bias.
-    """
-
-    dx: Tensor
-    df: Tensor
-    df_sums: Tensor | None
-    dpost: Tensor
-    dres: Tensor | None
-    dread_weights: Tensor | None
-    sums: Tensor | None
-
-
 def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, projection: ProjectionGradient) -> Tensor:
     """dx = G"""
     _T, N, C = tokens_of(x)
@@ -373,6 +305,19 @@ def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, pr
     return dx
 
 
+def hopper_phi_layout(x: Tensor, g: Tensor | None, dx_in: Tensor | None, write: Write, rows: int) -> PhiLayout | None:
+    """How J's form for Hopper wants phi, or None where it is the plain form that runs, whatever the number of tokens.
+
+    It wants four streams of bfloat16, all of their gradient's parts, and whole steps of channels.
+    """
+    if _hopper is None or g is None or dx_in is None or write.f_bias is not None or not has_hopper_forms(x.device):
+        return None
+    narrow = all(tensor.dtype == BFLOAT for tensor in (x, g, dx_in, write.f))
+    (streams, channels), layout = x.shape[-2:], _hopper.phi_layout(rows)
+    fits = 0 < layout.rows <= _hopper.MAX_PARTS and channels % _hopper.STEP_CHANNELS == 0
+    return layout if narrow and streams == 4 and fits else None
+
+
 def write_streams_bwd(
     x: Tensor,
     g: Tensor | None,
@@ -382,6 +327,8 @@ def write_streams_bwd(
     need_read_weights: bool,
 ) -> WriteGradients:
     """need_read_weights: whether their gradient is summed here, too."""
+    if hopper_phi_layout(x, g, collapse.dx_in, write, projection.rows) is not None:
+        return _hopper.write_streams_bwd(x, g, collapse, projection, write, need_read_weights)
     f, f_bias, post, res = write
     T, N, C = tokens_of(x)
     launch = streams_bwd_launch(

@@ -46,7 +46,6 @@ from ._launch import (
     ROWS,
     SUM_WIDTH,
     Launch,
-    best_span,
     cdiv,
     fills,
     has_hopper_forms,
@@ -62,6 +61,7 @@ from ._launch import (
     tokens_of,
     write_launch,
     write_project_launch,
+    write_project_span,
 )
 from ._launcher import Form, other_forms, run
 from ._partial_sums import CHAIN, end_pairs, no_pairs, push
@@ -340,9 +340,9 @@ def _project(
     hopper = _hopper_form(args)
     if _hopper is not None and hopper is not None:
         hopper_programs = cdiv(T, _hopper.TOKENS)
-        if fills(hopper_programs * cdiv(C, width), x.device):
-            form, programs, many = hopper, hopper_programs, False
-            span = best_span(C, programs, x.device) if may_be_many else width
+        hopper_span = write_project_span(C, hopper_programs, x.device) if may_be_many else width
+        if fills(hopper_programs * cdiv(C, hopper_span), x.device):
+            form, programs, many, span = hopper, hopper_programs, False, hopper_span
     if many:
         span = sums
     slots = cdiv(C, span)

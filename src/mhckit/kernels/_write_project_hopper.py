@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ._descriptors import Tiles, tiled_arguments
-from ._device import bfloat16_parts, fold, load_per_token, rounded, sum_parts, write_stream
+from ._device import bfloat16_parts, fold, load_per_token, one_below_the_other, rounded, sum_parts, write_stream
 from ._launch import SUM_WIDTH
 from ._partial_sums import CHAIN, end_pairs, push
 
@@ -146,7 +146,7 @@ def _write(
                 square += fold(wide, wide, 8, True)
                 if COLLAPSES:
                     collapsed = reads[o] * wide if o == 0 else gl.fma(reads[o], wide, collapsed)  # as `collapse`
-            tiles.store(_one_below_the_other(_one_below_the_other(ys[0], ys[1]), _one_below_the_other(ys[2], ys[3])))
+            tiles.store(one_below_the_other(one_below_the_other(ys[0], ys[1]), one_below_the_other(ys[2], ys[3])))
             if COLLAPSES:
                 f_slots.index(slot * PANELS + p).store(rounded(collapsed, gl.bfloat16, True))
         fence_async_shared()
@@ -185,14 +185,6 @@ def _ends_a_chain(step, begin, end):
 
 
 @gluon.jit
-def _one_below_the_other(top, bottom):
-    """[2 rows, columns]. A thread holds the values that it held of each."""
-    ROWS: gl.constexpr = top.shape[0]
-    COLUMNS: gl.constexpr = top.shape[1]
-    return gl.reshape(gl.permute(gl.join(top, bottom), (2, 0, 1)), (2 * ROWS, COLUMNS))
-
-
-@gluon.jit
 def _split_phi(
     pieces, norm_weight, loaded, piece, begin, PARTS: gl.constexpr, C: gl.constexpr, N: gl.constexpr,
     TILES: gl.constexpr, PIECES: gl.constexpr,
@@ -208,11 +200,11 @@ def _split_phi(
             c = k // TILES * C + begin + piece * PANEL + gl.arange(0, PANEL, gl.SliceLayout(0, layout))
             rows *= gl.load(norm_weight + c).to(gl.float32)[None, :]
         high, low = bfloat16_parts(rows, True)
-        parts = parts + (_one_below_the_other(high, low),)
+        parts = parts + (one_below_the_other(high, low),)
     gl.thread_barrier()
     for k in gl.static_range(0, N * TILES, 4):  # four tiles at a time: between two stores the compiler puts a barrier
-        four = _one_below_the_other(
-            _one_below_the_other(parts[k], parts[k + 1]), _one_below_the_other(parts[k + 2], parts[k + 3])
+        four = one_below_the_other(
+            one_below_the_other(parts[k], parts[k + 1]), one_below_the_other(parts[k + 2], parts[k + 3])
         )
         pieces.index(slot * N * TILES + k)._reinterpret(gl.bfloat16, [8 * PHI_TILE, PANEL], PARTS).store(four)
     fence_async_shared()

@@ -15,9 +15,10 @@ from mhckit.ops._register import pack
 from mhckit.ops.coefficients import Parameters
 from mhckit.recipe import Recipe
 
+from ._gradients import Write
 from ._math import math_of
 from ._read_half import parameter_gradients, read_half_bwd, read_half_fwd, sums_over_tokens
-from ._streams_bwd import Write, write_streams_bwd
+from ._streams_bwd import hopper_phi_layout, write_streams_bwd
 from ._write_project import NO_COLLAPSE, Collapse, write, write_project
 
 
@@ -83,15 +84,17 @@ def junction_bwd(
     recipe: Recipe,
 ) -> tuple[Tensor, ...]:
     math, parameters = math_of(recipe), Parameters(phi, scale, bias, norm_weight)
+    write_back = Write(f, f_bias, post, res)
     weights = "pre" if shifted_pre is None else shifted_pre
     sums_weights = dx_in is not None and _in_one_pass(shifted_pre, out_norm_weight)
     read = read_half_bwd(
         dx_in, (dpre, dpost, dres), y, parameters, weights, out_norm_weight, z, mean_square, u, math,
         sums_weights=not sums_weights,
+        layout=hopper_phi_layout(x, g, dx_in, write_back, 0 if phi is None else math.rows),
     )  # fmt: skip
     wanted_norm = out_norm_weight if need_out_norm else None
     sums = sums_over_tokens(read, y, parameters, wanted_norm, need_phi)
-    written = write_streams_bwd(x, g, read.collapse, read.projection, Write(f, f_bias, post, res), sums_weights)
+    written = write_streams_bwd(x, g, read.collapse, read.projection, write_back, sums_weights)
     done = parameter_gradients(
         read, sums, y, parameters, math, out_norm_weight=wanted_norm, written=written, f_bias=f_bias
     )

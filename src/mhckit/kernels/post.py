@@ -6,9 +6,10 @@ from torch import Tensor
 
 from mhckit.ops._register import pack
 
+from ._gradients import CollapseGradient, ProjectionGradient, Write
 from ._launch import tokens_of
 from ._parameters_bwd import PhiSums, finish
-from ._streams_bwd import CollapseGradient, ProjectionGradient, Write, write_streams_bwd
+from ._streams_bwd import write_streams_bwd
 from ._write_project import write
 
 

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from mhckit.ops._register import empty, pack
 
+from ._gradients import CollapseGradient, ProjectionGradient
 from ._launch import FLOAT, tokens_of
 from ._math import math_of_streams
 from ._parameters_bwd import chunk_sums, finish
 from ._read import read
 from ._read_bwd import read_bwd
 from ._read_half import read_weights_of_backward
-from ._streams_bwd import CollapseGradient, ProjectionGradient, read_streams_bwd
+from ._streams_bwd import read_streams_bwd
 
 
 def pre_fwd(

@@ -9,11 +9,12 @@ from torch import Tensor
 from mhckit.ops._register import empty, pack
 
 from ._device import load_float, store_as, tokens_of_program
-from ._launch import FLOAT, cdiv, packed_channels, tokens_of
+from ._gradients import CollapseGradient, ProjectionGradient
+from ._launch import FLOAT, cdiv, tokens_of
 from ._launcher import run
 from ._pack import pack_dz, pack_phi
 from ._parameters_bwd import chunk_sums, finish
-from ._streams_bwd import CollapseGradient, ProjectionGradient, read_streams_bwd
+from ._streams_bwd import read_streams_bwd
 from ._write_project import project_partials
 
 
@@ -50,7 +51,7 @@ def project_bwd(
     dz = x.new_zeros(*lead, phi.shape[0], dtype=FLOAT) if dz is None else dz
     k = x.new_zeros(lead, dtype=FLOAT) if dms is None else dms * (2 / (N * C))
     rows = phi.shape[0]
-    phi_parts = pack_phi(phi, norm_weight, N, packed_channels(N, C, rows))
+    phi_parts = pack_phi(phi, norm_weight, N)
     projection = ProjectionGradient(pack_dz(dz, x), k, None, phi_parts, rows)
     dx = read_streams_bwd(x, None, CollapseGradient(), projection)
     if not need_phi:

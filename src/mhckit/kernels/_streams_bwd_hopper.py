@@ -1,0 +1,427 @@
+"""J on Hopper: what `_streams_bwd` computes behind a write-back, for four streams of bfloat16.
+
+As in `_write_project_hopper` every kind of work has warps of its own, and rows are asked for 256 bytes at a time:
+
+    load        the copy engine brings x, g, f and d, 32 tokens x 128 channels, into one of two slots
+    load_phi    the copy engine brings the packed parts of phi, 64 channels of all streams at a time
+    compute     eight warps; dx takes the place of x in its slot, df that of f
+    store       the copy engine takes both out of the slot
+
+A program has 64 tokens, in two groups of 32 that share phi and take turns: step 2k is the first group's, step 2k + 1
+the second's, both with the same 128 channels. A thread holds eight neighbouring channels of one token, the
+token's coefficients, which it loads anew for every step, and its share of the sums over channels of both groups.
+
+Sums over channels end where a chunk of them does, at the same channels whatever a program's share of them is, and
+`_parameters_bwd` adds the chunks up: how many programs share the channels may follow the number of tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mhckit.ops._register import empty
+
+from ._descriptors import Tiles, tiled_arguments
+from ._device import (
+    add_mixed,
+    collapse,
+    fold,
+    join_last,
+    load_float,
+    load_per_token,
+    mixed_back,
+    one_below_the_other,
+    part_column,
+    rounded,
+    scaled,
+    unpack_columns,
+    write_stream,
+)
+from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
+from ._launch import (
+    FLOAT,
+    PhiLayout,
+    cdiv,
+    packed_dz_width,
+    streams_bwd_span,
+    tokens_of,
+    write_sums_width,
+)
+from ._launcher import run
+
+# A tile of the streams is [tokens, channels], one of phi [rows of parts, channels]. Two groups of tokens are a
+# program's, two tiles side by side a step's.
+STREAM_TILE, PHI_TILE = (32, 64), (16, 64)
+TOKENS, STEP_CHANNELS, MAX_PARTS = 2 * STREAM_TILE[0], 2 * STREAM_TILE[1], 3 * PHI_TILE[0]
+GROUP = gl.constexpr(STREAM_TILE[0])
+PANEL = gl.constexpr(STREAM_TILE[1])
+PANELS = gl.constexpr(STEP_CHANNELS // STREAM_TILE[1])
+PART_ROWS = gl.constexpr(PHI_TILE[0])
+SLOTS = gl.constexpr(2)
+COPY_REGISTERS = gl.constexpr(32)  # for each thread of the copying warps; `compute` has what is left of 64K
+
+
+@gluon.jit
+def _place_of(step, first, begin):
+    """The first token and the first channel of a step."""
+    return first + step % 2 * GROUP, begin + step // 2 * (PANELS * PANEL)
+
+
+@gluon.jit
+def _load(x, g, f, d, x_slots, g_slots, f_slots, d_slots, loaded, free, first, begin, end, C: gl.constexpr,
+          N: gl.constexpr):  # fmt: skip
+    for step in range((end - begin) // PANEL):
+        slot = step % SLOTS
+        token, channel = _place_of(step, first, begin)
+        mbarrier.wait(free.index(slot), step // SLOTS % 2 ^ 1)
+        arrived = loaded.index(slot)
+        mbarrier.expect(arrived, (2 * N + 2) * GROUP * PANELS * PANEL * 2)
+        for i in gl.static_range(N):
+            for p in gl.static_range(PANELS):
+                at, tile = [token, i * C + channel + p * PANEL], slot * PANELS + p
+                tma.async_copy_global_to_shared(x, at, arrived, x_slots.index(tile).slice(i * GROUP, GROUP))
+                tma.async_copy_global_to_shared(g, at, arrived, g_slots.index(tile).slice(i * GROUP, GROUP))
+        for p in gl.static_range(PANELS):
+            at, tile = [token, channel + p * PANEL], slot * PANELS + p
+            tma.async_copy_global_to_shared(f, at, arrived, f_slots.index(tile))
+            tma.async_copy_global_to_shared(d, at, arrived, d_slots.index(tile))
+
+
+@gluon.jit
+def _load_phi(phi_parts, pieces, loaded, free, begin, end, C: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr):
+    for piece in range((end - begin) // PANEL):
+        slot = piece % PANELS
+        arrived = loaded.index(slot)
+        mbarrier.wait(free.index(slot), piece // PANELS % 2 ^ 1)
+        mbarrier.expect(arrived, N * PARTS * PART_ROWS * PANEL * 2)
+        for k in range(N * PARTS):
+            block = k // PARTS * (C // PANEL) + begin // PANEL + piece
+            at = [(block * PARTS + k % PARTS) * PART_ROWS, 0]
+            tma.async_copy_global_to_shared(phi_parts, at, arrived, pieces.index(slot * (N * PARTS) + k))
+
+
+@gluon.jit
+def _store(dx, df, x_slots, f_slots, computed, free, first, begin, end, C: gl.constexpr, N: gl.constexpr):
+    for step in range((end - begin) // PANEL):
+        slot = step % SLOTS
+        token, channel = _place_of(step, first, begin)
+        mbarrier.wait(computed.index(slot), step // SLOTS % 2)
+        for i in gl.static_range(N):
+            for p in gl.static_range(PANELS):
+                tile = x_slots.index(slot * PANELS + p).slice(i * GROUP, GROUP)
+                tma.async_copy_shared_to_global(dx, [token, i * C + channel + p * PANEL], tile)
+        for p in gl.static_range(PANELS):
+            tma.async_copy_shared_to_global(df, [token, channel + p * PANEL], f_slots.index(slot * PANELS + p))
+        tma.store_wait(0)
+        mbarrier.arrive(free.index(slot), count=1)
+
+
+@gluon.jit
+def _by_token(z):
+    """[tokens, channels] from the dot's [2 tokens, packed channels]; moves no data, as `sum_parts` does not.
+
+    Of a tensor core's 16 rows eight are high parts and eight are the low ones of the same tokens, in the order that
+    `_token_of_row` has: a thread holds neighbours in both.
+    """
+    TOKENS: gl.constexpr = z.shape[0] // 2
+    CHANNELS: gl.constexpr = z.shape[1]
+    total = gl.sum(gl.reshape(z, (TOKENS // 8, 2, 4, 2, CHANNELS)), 1)
+    total = gl.reshape(gl.permute(total, (0, 2, 1, 3)), (TOKENS, CHANNELS))
+    return unpack_columns(total, 8)
+
+
+@gluon.jit
+def _token_of_row(r):
+    """Which of a group's tokens row r of dz belongs to: of eight, 0 4 1 5 2 6 3 7."""
+    return r // 16 * 8 + r % 2 * 4 + r % 8 // 2
+
+
+@gluon.jit
+def _stage_dz(dz_parts, dz, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr):
+    """Both parts of dz of both groups, as the left operands of the dots: 64 rows by 16 rows of phi's parts."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0])
+    r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, layout))
+    is_low = ((r // 8) % 2 == 1)[:, None]
+    for group in gl.static_range(2):
+        t = first.to(gl.int64) + group * GROUP + _token_of_row(r)
+        for part in gl.static_range(PARTS):
+            k = part * PART_ROWS + gl.arange(0, PART_ROWS, gl.SliceLayout(0, layout))
+            p = k % P
+            column = gl.where(is_low, part_column(p, 1)[None, :], part_column(p, 0)[None, :])
+            exists = (t < T)[:, None] & (k < 2 * P)[None, :]
+            tile = gl.load(dz_parts + t[:, None] * WIDTH + column, mask=exists, other=0.0)
+            dz.index(group * PARTS + part).store(tile)
+
+
+@gluon.jit
+def _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N: gl.constexpr):
+    """Of each token: w, k, post, H, and with a norm what x_in was collapsed with, in terms of x and f."""
+    live = t < T
+    weights, posts = load_per_token(read_weights, t, live, N), load_per_token(post, t, live, N)
+    mixes = () if res is None else load_per_token(res, t, live, N * N)
+    k = load_float(k_share, t, live)
+    if k_more is not None:
+        k += load_float(k_more, t, live)
+    collapsed = ()
+    if norm_share is not None:
+        shares = scaled(weights, load_float(norm_share, t, live)[:, None], N)
+        collapsed = mixed_back(shares, mixes, N) + (collapse(shares, posts, N),)
+    return weights, k[:, None], posts, mixes, collapsed
+
+
+@gluon.jit
+def _multiply(dz, pieces, zero, group, slot, stream: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr):
+    """dz phi of one stream and a panel of channels, begun."""
+    z = zero
+    for part in gl.static_range(PARTS):
+        phi = pieces.index((slot * N + stream) * PARTS + part)
+        z = warpgroup_mma(dz.index(group * PARTS + part), phi, z, use_acc=part > 0, is_async=True)
+    return z
+
+
+@gluon.jit
+def _compute(
+    x_slots, g_slots, f_slots, d_slots, dz, pieces, loaded, computed, phi_loaded, phi_free, read_weights, norm_weight,
+    norm_share, k_share, k_more, post, res, sums, first, T, begin, end, C: gl.constexpr, N: gl.constexpr,
+    PARTS: gl.constexpr, CHUNK: gl.constexpr, SUMS_READ: gl.constexpr,
+):  # fmt: skip
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
+    zero = gl.zeros([2 * GROUP, PANEL], gl.float32, mma)
+    tile_of_zeros = _by_token(zero)
+    layout: gl.constexpr = tile_of_zeros.type.layout
+    NUMBERS: gl.constexpr = N * (1 + (0 if res is None else N) + (1 if SUMS_READ else 0))
+    nothing = fold(tile_of_zeros, tile_of_zeros, 8, True)
+    totals = ()  # of the group whose turn it is, and of the other: they swap after every step
+    other_totals = ()
+    for _ in gl.static_range(NUMBERS):
+        totals = totals + (nothing,)
+        other_totals = other_totals + (nothing * 0.0,)  # objects of its own: what a loop swaps with itself is unchanged
+    c = gl.arange(0, PANEL, gl.SliceLayout(0, layout))
+    n = tile_of_zeros
+    if norm_weight is not None:
+        n = load_float(norm_weight, begin + c, begin + c < C)[None, :]
+    for step in range((end - begin) // PANEL):
+        slot, group = step % SLOTS, step % 2
+        t = first.to(gl.int64) + group * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, layout))
+        w, k, posts, mixes, collapsed = _coefficients(
+            read_weights, norm_share, k_share, k_more, post, res, t, T, N
+        )  # fmt: skip
+        mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
+        for panel in range(PANELS):
+            mbarrier.wait(phi_loaded.index(panel), step // 2 % 2)
+            tile = slot * PANELS + panel
+            z = _multiply(dz, pieces, zero, group, panel, 0, N, PARTS)
+            streams = ()
+            for i in gl.static_range(N):
+                streams = streams + (x_slots.index(tile).slice(i * GROUP, GROUP).load(layout).to(gl.float32),)
+            f = f_slots.index(tile).load(layout).to(gl.float32)
+            d = d_slots.index(tile).load(layout).to(gl.float32)
+            if norm_weight is not None:
+                d = d * n - (collapse(collapsed[:N], streams, N) + collapsed[N] * f)
+                following = begin + (step + panel) // 2 * (PANELS * PANEL) + (1 - panel) * PANEL + c
+                n = load_float(norm_weight, following, following < C)[None, :]
+            df = gl.zeros_like(tile_of_zeros)
+            dx = ()
+            new_totals = ()
+            for o in gl.static_range(N):
+                z = warpgroup_mma_wait(0, deps=[z])
+                G = _by_token(z)
+                if o + 1 < N:
+                    z = _multiply(dz, pieces, zero, group, panel, o + 1, N, PARTS)
+                G = gl.convert_layout(G, layout)
+                y = write_stream(o, streams, f, posts, mixes, N)
+                G += k * y
+                G += g_slots.index(tile).slice(o * GROUP, GROUP).load(layout).to(gl.float32)
+                G += w[o] * d
+                df += posts[o] * G
+                new_totals = _add_products(new_totals, totals, G, f, () if res is None else streams)
+                if SUMS_READ:
+                    new_totals = new_totals + (totals[len(new_totals)] + fold(d, y, 8, True),)
+                dx = add_mixed(dx, G, mixes, o, N)
+            totals = new_totals
+            x_slots.index(tile).store(one_below_the_other(_narrow_pair(dx[0], dx[1]), _narrow_pair(dx[2], dx[3])))
+            f_slots.index(tile).store(rounded(df, gl.bfloat16, True))
+            if group == 1:
+                gl.thread_barrier()
+                mbarrier.arrive(phi_free.index(panel), count=1)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(computed.index(slot), count=1)
+        after = begin + (step // 2 + 1) * (PANELS * PANEL)
+        if (after % CHUNK == 0) | (after >= end):
+            _store_totals(sums, totals, (after - 1) // CHUNK, first + group * GROUP, T, N, NUMBERS, SUMS_READ)
+            zeros = ()
+            for _ in gl.static_range(NUMBERS):
+                zeros = zeros + (nothing,)
+            totals = zeros
+        totals, other_totals = other_totals, totals
+
+
+@gluon.jit
+def _add_products(new_totals, totals, G, f, mixed):
+    """new_totals, and the next of totals with the products of G with f and with each stream that is mixed."""
+    new_totals = new_totals + (totals[len(new_totals)] + fold(G, f, 8, True),)
+    for i in gl.static_range(len(mixed)):
+        new_totals = new_totals + (totals[len(new_totals)] + fold(G, mixed[i], 8, True),)
+    return new_totals
+
+
+@gluon.jit
+def _narrow_pair(top, bottom):
+    return one_below_the_other(rounded(top, gl.bfloat16, True), rounded(bottom, gl.bfloat16, True))
+
+
+@gluon.jit
+def _store_totals(sums, totals, chunk, first, T, N: gl.constexpr, NUMBERS: gl.constexpr, SUMS_READ: gl.constexpr):
+    """[chunks, T, numbers]: of a token dpost, then dres, then the gradient of its read weights."""
+    PER_STREAM: gl.constexpr = NUMBERS // N
+    of_post = ()
+    of_res = ()
+    of_weights = ()
+    for o in gl.static_range(N):
+        of_post = of_post + (totals[o * PER_STREAM],)
+        if PER_STREAM > N:
+            of_res = of_res + totals[o * PER_STREAM + 1 : o * PER_STREAM + 1 + N]
+        if SUMS_READ:
+            of_weights = of_weights + (totals[(o + 1) * PER_STREAM - 1],)
+    slot = sums + (chunk.to(gl.int64) * T + first) * NUMBERS
+    _store_numbers(slot, of_post, T - first, NUMBERS)
+    if len(of_res) > 0:
+        _store_numbers(slot + N, of_res, T - first, NUMBERS)
+    if len(of_weights) > 0:
+        _store_numbers(slot + NUMBERS - N, of_weights, T - first, NUMBERS)
+
+
+@gluon.jit
+def _store_numbers(slot, totals, count, NUMBERS: gl.constexpr):
+    """As one tensor, since what crosses threads passes a barrier; of tokens that may be more than `count`."""
+    COUNT: gl.constexpr = len(totals)
+    total = gl.reshape(gl.sum(join_last(totals), 1), (GROUP, COUNT))
+    t = gl.arange(0, GROUP, gl.SliceLayout(1, total.type.layout))[:, None]
+    k = gl.arange(0, COUNT, gl.SliceLayout(0, total.type.layout))[None, :]
+    gl.store(slot + t * NUMBERS + k, total, mask=t < count)
+
+
+@gluon.jit(do_not_specialize=["T", "span"])
+def streams_bwd_hopper_kernel(
+    g,
+    dx_in,
+    read_weights,
+    norm_weight,
+    norm_share,
+    dz_parts,
+    k_share,
+    k_more,
+    phi_parts,
+    x,
+    f,
+    post,
+    res,
+    dx,
+    df,
+    sums,
+    T,
+    span,
+    C: gl.constexpr,
+    P: gl.constexpr,
+    N: gl.constexpr,
+    CHUNK: gl.constexpr,
+    SUMS_READ: gl.constexpr,
+    DZ_WIDTH: gl.constexpr,
+):
+    PARTS: gl.constexpr = (2 * P + PART_ROWS - 1) // PART_ROWS
+    DZ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+    first = gl.program_id(0) * (2 * GROUP)
+    begin = gl.program_id(1) * span
+    end = gl.minimum(begin + span, C)
+    x_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, N * GROUP, PANEL], x.layout)
+    g_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, N * GROUP, PANEL], x.layout)
+    f_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, GROUP, PANEL], x.layout)
+    d_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, GROUP, PANEL], x.layout)
+    pieces = gl.allocate_shared_memory(gl.bfloat16, [PANELS * N * PARTS, PART_ROWS, PANEL], phi_parts.layout)
+    dz = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 2 * GROUP, PART_ROWS], DZ_LAYOUT)
+    loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    computed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    phi_loaded = gl.allocate_shared_memory(gl.int64, [PANELS, 1], mbarrier.MBarrierLayout())
+    phi_free = gl.allocate_shared_memory(gl.int64, [PANELS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(loaded.index(slot), count=1)
+        mbarrier.init(computed.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=1)
+    for slot in gl.static_range(PANELS):
+        mbarrier.init(phi_loaded.index(slot), count=1)
+        mbarrier.init(phi_free.index(slot), count=1)
+    _stage_dz(dz_parts, dz, first, T, P, PARTS, DZ_WIDTH)
+    fence_async_shared()
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [
+            (_compute, (x_slots, g_slots, f_slots, d_slots, dz, pieces, loaded, computed, phi_loaded, phi_free,
+                        read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums, first, T, begin, end,
+                        C, N, PARTS, CHUNK, SUMS_READ)),
+            (_load, (x, g, f, dx_in, x_slots, g_slots, f_slots, d_slots, loaded, free, first, begin, end, C, N)),
+            (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS)),
+            (_store, (dx, df, x_slots, f_slots, computed, free, first, begin, end, C, N)),
+        ],
+        [1, 1, 1],
+        [COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip
+
+
+def phi_layout(rows: int) -> PhiLayout:
+    """How the parts of so many rows of phi lie: as tiles for the copy engine."""
+    return PhiLayout(cdiv(2 * rows, PHI_TILE[0]) * PHI_TILE[0], dense=True, block=PHI_TILE[1], channels_per_thread=8)
+
+
+def write_streams_bwd(
+    x: Tensor,
+    g: Tensor,
+    collapse: CollapseGradient,
+    projection: ProjectionGradient,
+    write: Write,
+    need_read_weights: bool,
+) -> WriteGradients:
+    """As of `_streams_bwd`; phi has the layout above."""
+    f, _, post, res = write
+    T, N, C = tokens_of(x)
+    programs, chunk = cdiv(T, TOKENS), write_sums_width(C)
+    span = streams_bwd_span(C, programs, x.device)
+    numbers = N * (1 + (N if res is not None else 0) + need_read_weights)
+    gradients = WriteGradients(
+        empty(x, *x.shape),
+        empty(f, *f.shape),
+        None,
+        empty(post, *post.shape),
+        None if res is None else empty(res, *res.shape),
+        empty(collapse.read_weights, *collapse.read_weights.shape) if need_read_weights else None,
+        empty(x, cdiv(C, chunk), T, numbers, dtype=FLOAT),
+    )
+    *packed, rows = projection
+    run(
+        streams_bwd_hopper_kernel, (programs, cdiv(C, span)),
+        g, *collapse, *packed, x, f, post, res, gradients.dx, gradients.df, gradients.sums, T, span, C, rows,
+        N=N, CHUNK=chunk, SUMS_READ=need_read_weights, DZ_WIDTH=packed_dz_width(rows), num_warps=8,
+    )  # fmt: skip
+    return gradients
+
+
+def _tiles(args: tuple[Any, ...], constants: dict[str, Any]) -> dict[int, Tiles]:
+    T, C, P, N = args[16], args[18], args[19], constants["N"]
+    streams, rows = Tiles((T, N * C), STREAM_TILE), Tiles((T, C), STREAM_TILE)
+    phi = Tiles((N * C // PHI_TILE[1] * phi_layout(P).rows, PHI_TILE[1]), PHI_TILE)
+    return {0: streams, 1: rows, 8: phi, 9: streams, 10: rows, 13: streams, 14: rows}
+
+
+tiled_arguments[streams_bwd_hopper_kernel.__name__] = _tiles

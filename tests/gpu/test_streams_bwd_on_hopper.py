@@ -1,0 +1,129 @@
+"""J for Hopper: as exact as the plain form, the same bits however programs share the channels, and where it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accuracy import assert_accurate, poisoned_memory, run
+from recipes import every_recipe
+from torch import Tensor
+
+from mhckit.kernels import _launcher, _streams_bwd
+from mhckit.kernels._launch import cdiv, has_hopper_forms, write_sums_width
+from mhckit.testing import Call, make_call
+
+DEVICE = torch.device("cuda")
+RECIPES = every_recipe()
+pytestmark = pytest.mark.skipif(not has_hopper_forms(DEVICE), reason="a kernel for Hopper, of one version of Triton")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
+    """The names and grids of the kernels that are launched from now on."""
+    launches: list[tuple[str, tuple[int, ...]]] = []
+
+    def observe(kernel: Any, grid: Any, args: Any, constants: Any) -> None:
+        launches.append((kernel.__name__, grid))
+        _launcher.run_now(kernel, grid, args, constants)
+
+    monkeypatch.setattr(_launcher, "observer", observe)
+    return launches
+
+
+def _call(name: str, tokens: int, channels: int, *, without: tuple[str, ...] = ("f_bias",), **options: Any) -> Call:
+    options = {"dtype": torch.bfloat16, "device": DEVICE, **options}
+    call = make_call("junction", RECIPES[name], lead=(tokens,), channels=channels, **options)
+    return Call("junction", call.recipe, {key: t for key, t in call.tensors.items() if key not in without})
+
+
+def _grid(launches: list[tuple[str, tuple[int, ...]]]) -> tuple[int, ...] | None:
+    """Of the last J, if that was the one for Hopper."""
+    name, grid = next(launch for launch in reversed(launches) if launch[0].startswith("streams_bwd"))
+    return grid if name == "streams_bwd_hopper_kernel" else None
+
+
+@pytest.mark.parametrize(("name", "without"), [
+    ("deepseek_v4", ("f_bias",)),  # a norm, and a weight folded into phi
+    ("deepseek_v4", ("f_bias", "out_norm_weight")),
+    ("deepseek_v41", ("f_bias", "out_norm_weight")),  # sums the gradient of the read weights, too
+    ("deepseek_v41", ("f_bias",)),
+    ("hy_v4", ("f_bias",)),  # keeps every stream as it is
+    ("hy_v4", ("f_bias", "out_norm_weight")),
+    ("projection", ("f_bias", "norm_weight")),
+])  # fmt: skip
+@pytest.mark.parametrize(("tokens", "channels"), [(1, 128), (33, 384), (95, 640), (200, 1152)])
+def test_accuracy(name: str, without: tuple[str, ...], tokens: int, channels: int, launched: list[Any]) -> None:
+    """Tokens that fill no group, and chunks of sums of one step and of several, the last one shorter."""
+    with poisoned_memory():
+        assert_accurate(_call(name, tokens, channels, without=without))
+    assert _grid(launched) is not None
+
+
+def _assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    for name, value in want.items():
+        assert not value.isnan().any(), name
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("channels", [1280, 4096, 8192])
+def test_however_programs_share_the_channels(
+    channels: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = _call("deepseek_v41", 130, channels, without=("f_bias", "out_norm_weight"))
+    width, results = write_sums_width(channels), []
+    for sums in (1, 2, cdiv(channels, width)):
+        monkeypatch.setattr(_streams_bwd._hopper, "streams_bwd_span", lambda *_args, sums=sums: sums * width)
+        results.append(run(call, "triton"))
+        assert _grid(launched) == (3, cdiv(channels, sums * width))
+    _assert_same(results[1], results[0])
+    _assert_same(results[2], results[0])
+
+
+def test_many_programs_and_many_times() -> None:
+    """Waves of programs, the last one partly there; warps that wait for each other never mix up two steps."""
+    call = _call("deepseek_v4", 20_001, 1280, draw_on=DEVICE)
+    want = run(call, "triton")
+    for _ in range(20):
+        _assert_same(run(call, "triton"), want)
+
+
+def test_what_is_not_a_number_stays_with_its_token() -> None:
+    call = _call("deepseek_v4", 70, 256, without=("f_bias", "out_norm_weight"))
+    whole = run(call, "triton")
+    call.tensors["f"][40, 7] = torch.nan
+    broken = run(call, "triton")
+    for name in ("dx", "df", "dmix_post", "dmix_res"):
+        others = torch.arange(70, device=DEVICE) != 40
+        assert torch.equal(broken[name][others], whole[name][others]) and broken[name][40].isnan().any(), name
+
+
+@pytest.mark.parametrize(("name", "options", "used"), [
+    ("deepseek_v4", {}, True),
+    ("deepseek_v41", {}, True),
+    ("hy_v4", {}, True),
+    ("mhc_lite", {}, False),  # 32 rows of phi
+    ("deepseek_v4", {"without": ()}, False),  # a bias of f
+    ("deepseek_v4", {"channels": 192}, False),
+    ("deepseek_v4", {"dtype": torch.float16}, False),
+    ("deepseek_v4", {"dtype": torch.float32}, False),
+])  # fmt: skip
+def test_where_it_is_used(name: str, options: dict[str, Any], used: bool, launched: list[Any]) -> None:
+    options = {"channels": 256, **options}
+    run(_call(name, 5, **options), "triton")
+    assert (_grid(launched) is not None) == used
+
+
+@pytest.mark.parametrize("kept", [(0,), (1,)])
+def test_not_without_both_gradients(kept: tuple[int, ...], launched: list[Any]) -> None:
+    """Of the streams, and of what was read."""
+    call = _call("deepseek_v4", 5, 256).requires_grad()
+    outputs = [call()[k] for k in kept]
+    torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    assert _grid(launched) is None
+
+
+def test_no_tokens() -> None:
+    results = run(_call("deepseek_v4", 0, 256), "triton")
+    assert results["dx"].shape == (0, 4, 256) and (results["dphi"] == 0).all()
