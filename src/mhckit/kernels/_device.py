@@ -86,6 +86,28 @@ def _join_halves(tensors):
 
 
 @triton.jit
+def split_last(tensor, COUNT: tl.constexpr):
+    """The inverse of `join_last` on [rows, COUNT]: COUNT tensors [rows], in order."""
+    ROWS: tl.constexpr = tensor.shape[0]
+    LEVELS: tl.constexpr = COUNT.bit_length() - 1
+    parts = (tl.reshape(tensor, (ROWS,) + (2,) * LEVELS),)
+    for _ in tl.static_range(LEVELS):
+        parts = _split_all(parts)
+    return parts
+
+
+@triton.jit
+def _split_all(tensors):
+    low = ()
+    high = ()
+    for k in tl.static_range(len(tensors)):
+        even, odd = tl.split(tensors[k])
+        low = low + (even,)
+        high = high + (odd,)
+    return low + high
+
+
+@triton.jit
 def one_below_the_other(top, bottom):
     """[2 rows, columns]. A thread holds the values that it held of each."""
     ROWS: tl.constexpr = top.shape[0]

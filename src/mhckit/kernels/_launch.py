@@ -232,8 +232,9 @@ def write_project_span(channels: int, programs: int, device: torch.device) -> in
 
 
 def write_sums_width(channels: int) -> int:
-    """Channels per partial sum of J for Hopper: a quarter of them, or an eighth where there are many."""
-    return cdiv(cdiv(channels, 4 if channels < 8192 else 8), SUM_WIDTH) * SUM_WIDTH
+    """Channels per partial sum of J for Hopper: 1024 or more, of one, two, four or eight sums."""
+    sums = min(8, power_of_2(channels // 1024 + 1) // 2)
+    return cdiv(cdiv(channels, max(sums, 1)), SUM_WIDTH) * SUM_WIDTH
 
 
 def streams_bwd_span(channels: int, programs: int, device: torch.device) -> int:

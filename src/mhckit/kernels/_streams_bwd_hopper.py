@@ -39,12 +39,12 @@ from ._device import (
     fold,
     join_last,
     load_float,
-    load_per_token,
     mixed_back,
     one_below_the_other,
     part_column,
     rounded,
     scaled,
+    split_last,
     unpack_columns,
     write_stream,
 )
@@ -165,11 +165,28 @@ def _stage_dz(dz_parts, dz, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDT
 
 
 @gluon.jit
+def _load_columns(pointer, t, live, COUNT: gl.constexpr):
+    """`load_per_token` with loads as wide as there are: COUNT, a power of two, columns [tokens, 1]."""
+    like = ()
+    for _ in gl.static_range(COUNT):
+        like = like + (t,)
+    layout: gl.constexpr = gl.reshape(join_last(like), (GROUP, COUNT)).type.layout
+    row = gl.convert_layout(t, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
+    exists = gl.convert_layout(live, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
+    offsets = row * COUNT + gl.arange(0, COUNT, gl.SliceLayout(0, layout))[None, :]
+    values = split_last(load_float(pointer, offsets, exists), COUNT)
+    columns = ()
+    for k in gl.static_range(COUNT):
+        columns = columns + (gl.convert_layout(values[k], t.type.layout, assert_trivial=True)[:, None],)
+    return columns
+
+
+@gluon.jit
 def _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N: gl.constexpr):
     """Of each token: w, k, post, H, and with a norm what x_in was collapsed with, in terms of x and f."""
     live = t < T
-    weights, posts = load_per_token(read_weights, t, live, N), load_per_token(post, t, live, N)
-    mixes = () if res is None else load_per_token(res, t, live, N * N)
+    weights, posts = _load_columns(read_weights, t, live, N), _load_columns(post, t, live, N)
+    mixes = () if res is None else _load_columns(res, t, live, N * N)
     k = load_float(k_share, t, live)
     if k_more is not None:
         k += load_float(k_more, t, live)
@@ -193,7 +210,7 @@ def _multiply(dz, pieces, zero, group, slot, stream: gl.constexpr, N: gl.constex
 @gluon.jit
 def _compute(
     x_slots, g_slots, f_slots, d_slots, dz, pieces, loaded, computed, phi_loaded, phi_free, read_weights, norm_weight,
-    norm_share, k_share, k_more, post, res, sums, first, T, begin, end, C: gl.constexpr, N: gl.constexpr,
+    norm_share, k_share, k_more, post, res, sums, halves, first, T, begin, end, C: gl.constexpr, N: gl.constexpr,
     PARTS: gl.constexpr, CHUNK: gl.constexpr, SUMS_READ: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
@@ -260,7 +277,7 @@ def _compute(
         mbarrier.arrive(computed.index(slot), count=1)
         after = begin + (step // 2 + 1) * (PANELS * PANEL)
         if (after % CHUNK == 0) | (after >= end):
-            _store_totals(sums, totals, (after - 1) // CHUNK, first + group * GROUP, T, N, NUMBERS, SUMS_READ)
+            _store_totals(sums, totals, halves, (after - 1) // CHUNK, first + group * GROUP, T, N, NUMBERS, SUMS_READ)
             zeros = ()
             for _ in gl.static_range(NUMBERS):
                 zeros = zeros + (nothing,)
@@ -283,31 +300,49 @@ def _narrow_pair(top, bottom):
 
 
 @gluon.jit
-def _store_totals(sums, totals, chunk, first, T, N: gl.constexpr, NUMBERS: gl.constexpr, SUMS_READ: gl.constexpr):
+def _store_totals(
+    sums, totals, halves, chunk, first, T, N: gl.constexpr, NUMBERS: gl.constexpr, SUMS_READ: gl.constexpr
+):
     """[chunks, T, numbers]: of a token dpost, then dres, then the gradient of its read weights."""
     PER_STREAM: gl.constexpr = NUMBERS // N
-    of_post = ()
-    of_res = ()
-    of_weights = ()
+    MIXES: gl.constexpr = PER_STREAM > N
+    post = ()
+    res = ()
+    read = ()
     for o in gl.static_range(N):
-        of_post = of_post + (totals[o * PER_STREAM],)
-        if PER_STREAM > N:
-            of_res = of_res + totals[o * PER_STREAM + 1 : o * PER_STREAM + 1 + N]
+        post = post + (totals[o * PER_STREAM],)
+        if MIXES:
+            res = res + totals[o * PER_STREAM + 1 : o * PER_STREAM + 1 + N]
         if SUMS_READ:
-            of_weights = of_weights + (totals[(o + 1) * PER_STREAM - 1],)
+            read = read + (totals[(o + 1) * PER_STREAM - 1],)
+    of_post, of_res, of_read = halves
+    _exchange(of_post, post)
+    if MIXES:
+        _exchange(of_res, res)
+    if SUMS_READ:
+        _exchange(of_read, read)
     slot = sums + (chunk.to(gl.int64) * T + first) * NUMBERS
     _store_numbers(slot, of_post, T - first, NUMBERS)
-    if len(of_res) > 0:
+    if MIXES:
         _store_numbers(slot + N, of_res, T - first, NUMBERS)
-    if len(of_weights) > 0:
-        _store_numbers(slot + NUMBERS - N, of_weights, T - first, NUMBERS)
+    if SUMS_READ:
+        _store_numbers(slot + NUMBERS - N, of_read, T - first, NUMBERS)
 
 
 @gluon.jit
-def _store_numbers(slot, totals, count, NUMBERS: gl.constexpr):
-    """As one tensor, since what crosses threads passes a barrier; of tokens that may be more than `count`."""
+def _exchange(halves, totals):
+    """Put where all threads see them: of each token both halves of its sums, which two warps have."""
     COUNT: gl.constexpr = len(totals)
-    total = gl.reshape(gl.sum(join_last(totals), 1), (GROUP, COUNT))
+    LANES: gl.constexpr = totals[0].shape[1] // 2
+    halves.store(gl.sum(gl.reshape(join_last(totals), (GROUP, 2, LANES, COUNT)), 2))
+
+
+@gluon.jit
+def _store_numbers(slot, halves, count, NUMBERS: gl.constexpr):
+    """The sums of both halves, of tokens that may be more than `count`."""
+    COUNT: gl.constexpr = halves.shape[2]
+    layout: gl.constexpr = gl.BlockedLayout([1, 2, 1], [32 // COUNT, 1, COUNT], [8, 1, 1], [2, 1, 0])
+    total = gl.sum(halves.load(layout), 1)
     t = gl.arange(0, GROUP, gl.SliceLayout(1, total.type.layout))[:, None]
     k = gl.arange(0, COUNT, gl.SliceLayout(0, total.type.layout))[None, :]
     gl.store(slot + t * NUMBERS + k, total, mask=t < count)
@@ -351,6 +386,14 @@ def streams_bwd_hopper_kernel(
     d_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, GROUP, PANEL], x.layout)
     pieces = gl.allocate_shared_memory(gl.bfloat16, [PANELS * N * PARTS, PART_ROWS, PANEL], phi_parts.layout)
     dz = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 2 * GROUP, PART_ROWS], DZ_LAYOUT)
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    of_post = gl.allocate_shared_memory(gl.float32, [GROUP, 2, N], LINES)
+    of_res = of_post
+    of_read = of_post
+    if res is not None:
+        of_res = gl.allocate_shared_memory(gl.float32, [GROUP, 2, N * N], LINES)
+    if SUMS_READ:
+        of_read = gl.allocate_shared_memory(gl.float32, [GROUP, 2, N], LINES)
     loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     computed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -369,8 +412,8 @@ def streams_bwd_hopper_kernel(
     gl.warp_specialize(
         [
             (_compute, (x_slots, g_slots, f_slots, d_slots, dz, pieces, loaded, computed, phi_loaded, phi_free,
-                        read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums, first, T, begin, end,
-                        C, N, PARTS, CHUNK, SUMS_READ)),
+                        read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums,
+                        (of_post, of_res, of_read), first, T, begin, end, C, N, PARTS, CHUNK, SUMS_READ)),
             (_load, (x, g, f, dx_in, x_slots, g_slots, f_slots, d_slots, loaded, free, first, begin, end, C, N)),
             (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS)),
             (_store, (dx, df, x_slots, f_slots, computed, free, first, begin, end, C, N)),
