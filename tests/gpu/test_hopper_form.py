@@ -41,7 +41,9 @@ def in_form(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Callable[..
     def write_project(hopper: bool, inputs: dict[str, Tensor | None], weights: Tensor | None) -> list[Tensor]:
         monkeypatch.setattr(_write_project, "fills", lambda programs, device: hopper)
         monkeypatch.setattr(_write_project, "leaves_idle", lambda programs, device: False)
-        monkeypatch.setattr(_write_project, "best_span", lambda channels, programs, device: slice_width(channels))
+        monkeypatch.setattr(
+            _write_project, "write_project_span", lambda channels, programs, device: slice_width(channels)
+        )
         x_in = None if weights is None else torch.full_like(inputs["f"], torch.nan)
         collapse = _write_project.Collapse(weights, x_in)
         y, projection = _write_project.write_project(**inputs, collapse=collapse)
@@ -151,7 +153,9 @@ def test_where_it_is_used(name: str, dtype: torch.dtype, channels: int, hopper: 
     (1.5, 4096, 2),  # so many programs per multiprocessor: three waves of halves
     (1.25, 4096, 4),
     (1.25, 2560, 3),
-    (0.63, 6144, 6),  # for each of two slices
+    (0.63, 6144, 6),  # three for each of two slices
+    (0.25, 4096, 4),
+    (0.25, 7168, 4),  # slices of 2048 and 1536
 ])  # fmt: skip
 def test_parts_of_a_slice(
     waves: float, channels: int, slots: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
@@ -159,19 +163,22 @@ def test_parts_of_a_slice(
     """The same bits as without parts, and as with a program for every sum."""
     tokens = 64 * int(torch.cuda.get_device_properties(DEVICE).multi_processor_count * waves)
     seen: list[int] = []
-    best_span = _write_project.best_span
+    write_project_span = _write_project.write_project_span
     drawn = dict(dtype=torch.bfloat16, device=DEVICE, draw_on=DEVICE)
     call = make_call("junction", RECIPES["deepseek_v4"], lead=(tokens,), channels=channels, **drawn)
 
     def spy(*args: Any) -> int:
-        seen.append(-(-channels // best_span(*args)))
-        return best_span(*args)
+        span = write_project_span(*args)
+        seen.append(_write_project._slots(channels, span))
+        return span
 
-    monkeypatch.setattr(_write_project, "best_span", spy)
+    monkeypatch.setattr(_write_project, "write_project_span", spy)
     with torch.no_grad():
         in_parts = call()
         assert seen == [slots] and launched[0] == "write_project_hopper_kernel"
-        monkeypatch.setattr(_write_project, "best_span", lambda channels, programs, device: slice_width(channels))
+        monkeypatch.setattr(
+            _write_project, "write_project_span", lambda channels, programs, device: slice_width(channels)
+        )
         monkeypatch.setattr(_write_project, "fills", lambda programs, device: True)
         whole = call()
         monkeypatch.setattr(_write_project, "fills", lambda programs, device: False)

@@ -12,7 +12,7 @@ from recipes import every_recipe
 
 import mhckit
 from mhckit.kernels import _launch, _launcher, _read, _write_project
-from mhckit.kernels._launch import best_span, slice_width
+from mhckit.kernels._launch import slice_width, write_project_span
 from mhckit.kernels._partial_sums import CHAIN, LEVELS
 from mhckit.testing import Call, make_call
 
@@ -96,16 +96,16 @@ def test_parts_of_a_slice_agree_with_all_of_it(
     monkeypatch.setattr(_write_project, "_hopper", SimpleNamespace(TOKENS=32))
     monkeypatch.setattr(_write_project, "_hopper_form", _write_project._form)
     monkeypatch.setattr(_write_project, "fills", lambda programs, device: True)
-    monkeypatch.setattr(_write_project, "best_span", lambda channels, programs, device: span)
+    monkeypatch.setattr(_write_project, "write_project_span", lambda channels, programs, device: span)
     for few in (False, True):
         for got, want in zip(_outputs(call, few, monkeypatch), whole, strict=True):
             assert not want.isnan().any()
             assert torch.equal(got, want)
     assert [grid[1] for grid in launched if len(grid) == 2] == [slots, slots]
     launched.clear()
-    monkeypatch.setattr(_write_project, "fills", lambda programs, device: programs >= slots)
+    monkeypatch.setattr(_write_project, "fills", lambda programs, device: programs > slots)
     _outputs(call, True, monkeypatch)
-    assert launched[0][1] == -(-channels // SUM), "as with too few tokens for whole slices"
+    assert launched[0][1] == -(-channels // SUM), "as with too few tokens even for parts"
 
 
 @pytest.mark.parametrize(("tokens", "channels", "span"), [
@@ -117,16 +117,21 @@ def test_parts_of_a_slice_agree_with_all_of_it(
     (6144, 2560, 2560),  # 96 programs: their larger parts would be no shorter than two waves of smaller ones
     (2048, 5000, 2048),  # 40 sums: a part of 4 chains and one of the fifth are no shorter
     (4096, 7168, 3584),  # two slices that are no multiple of a chain
-    (2048, 6144, 1024),
+    (2048, 7168, 2048),
+    (1024, 7168, 1024),
+    (2048, 6144, 2048),
+    (4096, 5248, 2688),  # two slices of 2688 and 2560 channels
+    (1024, 5248, 1024),
+    (640, 6272, 2048),  # of 25 sums and of 24: four parts of 8 sums, and three
     (4000, 4992, 4096),
     (1, 128, 128),
     (0, 4096, 4096),
 ])  # fmt: skip
 def test_how_much_of_a_slice_a_program_takes(tokens: int, channels: int, span: int) -> None:
-    assert best_span(channels, -(-tokens // 64), torch.device("cpu")) == span
+    assert write_project_span(channels, -(-tokens // 64), torch.device("cpu")) == span
     width = slice_width(channels)
-    assert -(-width // span) <= 4
-    assert width == span or channels <= width or width % span == 0, "parts begin where slices do"
+    last = channels - (-(-channels // width) - 1) * width
+    assert -(-last // span) == -(-width // span) <= 4, "as many parts of every slice"
 
 
 @with_small_sums

@@ -321,7 +321,7 @@ def chunk_sums(
     """dz_parts: where dphi is wanted. norm: dL/dx_in and the read weights times u, where dn is wanted."""
     T, N, C = tokens_of(y)
     rows = 0 if dz_parts is None else phi.shape[0]
-    chunks = token_chunks(T, rows)
+    chunks = token_chunks(T, rows, N * C, y.device)
     streams = 1 if norm is None else streams_collapsed_together(N, rows)
     launch = parameters_bwd_launch(rows, streams, wide=loads_are_wide(y))
     slots = dphi = None

@@ -341,14 +341,20 @@ def _project(
     if _hopper is not None and hopper is not None:
         hopper_programs = cdiv(T, _hopper.TOKENS)
         hopper_span = write_project_span(C, hopper_programs, x.device) if may_be_many else width
-        if fills(hopper_programs * cdiv(C, hopper_span), x.device):
+        if fills(hopper_programs * _slots(C, hopper_span), x.device):
             form, programs, many, span = hopper, hopper_programs, False, hopper_span
     if many:
         span = sums
-    slots = cdiv(C, span)
+    slots = cdiv(C, span) if many else _slots(C, span)
     z, squares = empty(phi, slots, T, phi.shape[0], dtype=FLOAT), empty(phi, slots, T, dtype=FLOAT)
     run(form.kernel, (programs, slots), *args, z, squares, T, span, C, phi.shape[0], **form.constants)
     return Projection(z, squares, cdiv(width, span), many if has_two_forms else None)
+
+
+def _slots(channels: int, span: int) -> int:
+    """Of all slices, each in parts of so many channels, the last one maybe of fewer."""
+    width = slice_width(channels)
+    return cdiv(channels, width) * cdiv(width, span)
 
 
 def _sum_width(x: Tensor, f: Tensor | None) -> int | None:
@@ -386,7 +392,8 @@ def _hopper_form(args: tuple[Any, ...]) -> Form | None:
     (rows, _), (streams, channels) = phi.shape, x.shape[-2:]
     if not narrow or phi.dtype != FLOAT or streams != 4 or rows > _hopper.MAX_ROWS or channels % SUM_WIDTH:
         return None
-    return Form(_hopper.write_project_hopper_kernel, {"N": streams, "num_warps": 8})
+    constants = {"N": streams, "WIDTH": slice_width(channels), "num_warps": 8}
+    return Form(_hopper.write_project_hopper_kernel, constants)
 
 
 def _other_than_plain(args: tuple[Any, ...], constants: dict[str, Any]) -> list[Form]:

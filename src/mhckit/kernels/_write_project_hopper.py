@@ -285,13 +285,15 @@ def write_project_hopper_kernel(
     C: gl.constexpr,
     P: gl.constexpr,
     N: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):
     TILES: gl.constexpr = (P + PHI_TILE - 1) // PHI_TILE
     PIECES: gl.constexpr = 4 if TILES < 4 else 3  # as many as fit
     PARTS: gl.constexpr = x.layout
     first, split = gl.program_id(0) * (2 * GROUP), gl.program_id(1)
-    begin = split * span
-    end = gl.minimum(begin + span, C)
+    parts = gl.cdiv(WIDTH, span)
+    begin = split // parts * WIDTH + split % parts * span
+    end = gl.minimum(gl.minimum(begin + span, (split // parts + 1) * WIDTH), C)
     x_slots = gl.allocate_shared_memory(gl.bfloat16, [STEPS_IN_FLIGHT * PANELS, N * GROUP, PANEL], x.layout)
     f_slots = gl.allocate_shared_memory(gl.bfloat16, [STEPS_IN_FLIGHT * PANELS, GROUP, PANEL], f.layout)
     # A dot reads eight tiles' rows of parts from where a stream's begin, beyond the last ones too.
