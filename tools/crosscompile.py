@@ -10,6 +10,7 @@ instead of made. So what is compiled is what a GPU would be asked to run: its co
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +40,7 @@ from triton.runtime.jit import JITFunction
 
 import mhckit
 from mhckit import Recipe
-from mhckit.kernels import _launcher, _runtime
+from mhckit.kernels import _launcher, _runtime, _streams_bwd, _write_project
 from mhckit.kernels._descriptors import Tiles, signature_of, tiled_arguments
 from mhckit.testing import OPERATORS, make_call
 
@@ -277,8 +279,9 @@ def _tool(name: str, option: str, cubin: bytes) -> str:
 class Configuration:
     """What a set of launches is compiled for.
 
-    dtypes: a name of DTYPES, or "streams/sublayer" as in "fp32/bf16". optional: with norms and biases. partial: also
-    backward with the gradients of the first and of the last output alone.
+    dtypes: a name of DTYPES, or "streams/sublayer" as in "fp32/bf16". optional: with norms and biases, but for those
+    that are named in `without`. partial: also backward with the gradients of the first and of the last output alone.
+    hopper_forms: whether kernels that are written for Hopper may take the place of others.
     """
 
     operators: tuple[str, ...]
@@ -286,7 +289,9 @@ class Configuration:
     channels: int = 4096
     dtypes: str = "bf16"
     optional: bool = True
+    without: tuple[str, ...] = ()
     partial: bool = False
+    hopper_forms: bool = True
     targets: tuple[str, ...] = ("sm_90",)
 
 
@@ -296,15 +301,22 @@ def launches_of(operator: str, case: Configuration) -> list[Launch]:
     call = make_call(
         operator, case.recipe, lead=(3,), channels=case.channels, dtype=DTYPES[streams], optional=case.optional
     )
-    if sublayer and "f" in call.tensors:
-        call = dataclasses.replace(call, tensors=call.tensors | {"f": call.tensors["f"].to(DTYPES[sublayer])})
+    tensors = {name: tensor for name, tensor in call.tensors.items() if name not in case.without}
+    if sublayer and "f" in tensors:
+        tensors["f"] = tensors["f"].to(DTYPES[sublayer])
+    call = dataclasses.replace(call, tensors=tensors)
 
     def run() -> None:
         for kept in (slice(None), slice(0, 1), slice(-1, None)) if case.partial else (slice(None),):
             outputs = call.requires_grad()()[kept]
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
-    return record(run)
+    if case.hopper_forms:
+        return record(run)
+    with contextlib.ExitStack() as stack:
+        for module in (_write_project, _streams_bwd):
+            stack.enter_context(unittest.mock.patch.object(module, "has_hopper_forms", lambda device: False))
+        return record(run)
 
 
 _JUNCTION = ("junction",)
@@ -324,6 +336,12 @@ def configurations(everything: bool) -> list[Configuration]:
     deepseek = Recipe.preset("deepseek_v4")
     listed = [Configuration(("junction", "enter") if everything else _JUNCTION, recipe) for recipe in every]
     listed += [Configuration(_ALL, deepseek, optional=optional, partial=not optional) for optional in (True, False)]
+    listed.append(Configuration(_JUNCTION, deepseek, optional=False, hopper_forms=False))
+    # J has a form for Hopper unless there is a bias; with a norm, it sums no gradient of given weights.
+    normed = every if everything else [deepseek]
+    listed += [Configuration(_JUNCTION, recipe, without=("f_bias",)) for recipe in normed]
+    for recipe in every if everything else [Recipe.preset("deepseek_v41"), Recipe.preset("hy_v4")]:
+        listed.append(Configuration(_JUNCTION, recipe, without=("f_bias", "out_norm_weight")))
     spine = _SPINE if everything else ("junction", "head")
     listed += [Configuration(spine, deepseek, dtypes=dtypes) for dtypes in ("fp32", "fp16", "fp32/bf16")]
     listed += [Configuration(spine, deepseek, channels=37), Configuration(_JUNCTION, deepseek, channels=5129)]
@@ -375,12 +393,13 @@ def problems(launch: Launch, compiled: Compiled) -> list[str]:
 
 
 def _stack_allowed(launch: Launch) -> int:
-    """Bytes: J spills a few dozen registers with a bias, F1 four with all options, B two in a Sinkhorn iteration on
-    logarithms.
+    """Bytes: J spills a few dozen registers with a bias, F1 four with a folded norm and a bias or a collapse, B two in
+    a Sinkhorn iteration on logarithms.
     """
     constants = dict(launch.constants)
     if launch.name == "write_project":
-        return 16 if constants.get("f_bias", 0) is not None and constants.get("norm_weight", 0) is not None else 0
+        more = constants.get("f_bias", 0) is not None or constants.get("read_weights", 0) is not None
+        return 16 if more and constants.get("norm_weight", 0) is not None else 0
     if launch.name == "read_bwd":
         return 8 if constants["MATH"].log_space else 0
     return 256 if launch.name == "streams_bwd" and constants.get("f_bias", 0) is not None else 0

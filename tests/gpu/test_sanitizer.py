@@ -12,16 +12,19 @@ import pytest
 
 import mhckit.kernels
 
-HOPPER = Path(mhckit.kernels.__file__).with_name("_write_project_hopper.py")
+HOPPER = sorted(Path(mhckit.kernels.__file__).parent.glob("*_hopper.py"))
 
 
 def _hand_over() -> set[str]:
     """Lines for which Triton itself makes code: groups of warps are told, in shared memory, what to run and with which
     values. racecheck sees no barrier between that and their reading it.
     """
-    lines = enumerate(HOPPER.read_text().splitlines(), start=1)
-    marks = ("def write_project_hopper_kernel(", "    gl.warp_specialize(")
-    return {f"{HOPPER.name}:{number}" for number, line in lines if line.startswith(marks)}
+    return {
+        f"{file.name}:{number}"
+        for file in HOPPER
+        for number, line in enumerate(file.read_text().splitlines(), start=1)
+        if line.startswith("    gl.warp_specialize(") or (line.startswith("def ") and line.endswith("_hopper_kernel("))
+    }
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

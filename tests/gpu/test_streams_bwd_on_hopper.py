@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import assert_accurate, poisoned_memory, run
+from accuracy import PARAMETERS, assert_accurate, cotangents_of, poisoned_memory, run
 from recipes import every_recipe
 from torch import Tensor
 
@@ -87,6 +87,27 @@ def test_many_programs_and_many_times() -> None:
     want = run(call, "triton")
     for _ in range(20):
         _assert_same(run(call, "triton"), want)
+
+
+@pytest.mark.parametrize(("name", "without"), [
+    ("deepseek_v4", ("f_bias",)),
+    ("deepseek_v41", ("f_bias", "out_norm_weight")),
+])  # fmt: skip
+def test_a_token_alone_and_in_a_batch(name: str, without: tuple[str, ...], launched: list[Any]) -> None:
+    """A program for each sum of a token's channels, and one for all of them."""
+    tokens = 64 * torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    call = _call(name, tokens, 2048, without=without, draw_on=DEVICE)
+    cotangents = cotangents_of(call())
+    batch = run(call, "triton", cotangents)
+    assert _grid(launched) == (cdiv(tokens, 64), 1)
+    for token in (0, 31, 32, 63, 64, tokens - 1):
+        here = slice(token, token + 1)
+        one = Call("junction", call.recipe, {k: t if k in PARAMETERS else t[here] for k, t in call.tensors.items()})
+        alone = run(one, "triton", [cotangent[here] for cotangent in cotangents])
+        assert _grid(launched) == (1, 2)
+        for key, value in alone.items():
+            if key.removeprefix("d") not in PARAMETERS:
+                assert torch.equal(value[0], batch[key][token]), (key, token)
 
 
 def test_what_is_not_a_number_stays_with_its_token() -> None:

@@ -1,5 +1,6 @@
-"""What surrounds the kernels for Hopper: which launches have such a form, and how their tensors are described. They
-themselves run on a GPU only (tests/gpu/test_hopper_form.py), and are compiled in test_crosscompile.py.
+"""What surrounds the kernels for Hopper: which launches have such a form, and how their tensors are described and
+packed. They themselves run on a GPU only (tests/gpu/test_hopper_form.py and test_streams_bwd_on_hopper.py), and are
+compiled in test_crosscompile.py.
 """
 
 from __future__ import annotations
@@ -9,15 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from mhckit.kernels import _launcher, _write_project
+from mhckit.kernels import _launcher, _streams_bwd, _write_project
 from mhckit.kernels._descriptors import described, describing, signature_of, tiled_arguments
-from mhckit.kernels._launch import HAS_GLUON, SUM_WIDTH, fills, has_hopper_forms
+from mhckit.kernels._gradients import Write
+from mhckit.kernels._launch import (
+    HAS_GLUON,
+    SUM_WIDTH,
+    fills,
+    has_hopper_forms,
+    phi_layout,
+    streams_bwd_span,
+    token_chunks,
+    write_sums_width,
+)
+from mhckit.kernels._pack import pack_phi
 
 if not HAS_GLUON:
     pytest.skip("kernels for Hopper are written for one version of Triton", allow_module_level=True)
 from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia.compiler import CUDABackend
 
+from mhckit.kernels import _streams_bwd_hopper
 from mhckit.kernels import _write_project_hopper as hopper
 
 CPU = torch.device("cpu")
@@ -38,7 +51,8 @@ def _args(
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_write_project, "has_hopper_forms", lambda device: True)
+    for module in (_write_project, _streams_bwd):
+        monkeypatch.setattr(module, "has_hopper_forms", lambda device: True)
 
 
 def test_both_forms_take_the_same_arguments() -> None:
@@ -143,3 +157,118 @@ def test_signature() -> None:
         written, *_ = native_specialize_impl(CUDABackend, arguments[position], False, True, True)
         tile = tiled_arguments[KERNEL.__name__](args, {"N": 4})[position].tile
         assert signature_of(kind, tile, args[position].element_size()) == written
+
+
+BFLOAT = torch.bfloat16
+
+
+def _layout_for(
+    *, streams: int = 4, channels: int = 256, rows: int = 24, dtypes: tuple[torch.dtype | None, ...] = (BFLOAT,) * 4,
+    bias: bool = False,
+) -> Any:  # fmt: skip
+    """How J wants phi for Hopper, or None; dtypes of x, g, dx_in and f, None where there is no gradient."""
+    wide, narrow = (5, streams, channels), (5, channels)
+    x, g, dx_in, f = (
+        None if dtype is None else torch.zeros(shape, dtype=dtype)
+        for shape, dtype in zip((wide, wide, narrow, narrow), dtypes, strict=True)
+    )
+    write = Write(f, torch.zeros(channels) if bias else None, torch.zeros(5, streams), None)
+    return _streams_bwd.hopper_phi_layout(x, g, dx_in, write, rows)
+
+
+@pytest.mark.parametrize(("change", "exists"), [
+    ({}, True),
+    ({"rows": 8}, True),
+    ({"rows": 0}, False),  # nothing is projected
+    ({"rows": 25}, False),
+    ({"streams": 2}, False),
+    ({"channels": 192}, False),
+    ({"bias": True}, False),
+    ({"dtypes": (BFLOAT, None, BFLOAT, BFLOAT)}, False),
+    ({"dtypes": (BFLOAT, BFLOAT, None, BFLOAT)}, False),
+    ({"dtypes": (torch.float16,) * 4}, False),
+    ({"dtypes": (BFLOAT, BFLOAT, torch.float32, BFLOAT)}, False),
+    ({"dtypes": (BFLOAT, BFLOAT, BFLOAT, torch.float32)}, False),
+])  # fmt: skip
+def test_which_write_backs_have_the_form(on_hopper: None, change: dict[str, Any], exists: bool) -> None:
+    layout = _layout_for(**change)
+    assert (layout is not None) == exists
+    if layout is not None:
+        assert layout == _streams_bwd_hopper.phi_layout(change.get("rows", 24)) and layout.block == 64
+
+
+def test_plain_write_backs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_streams_bwd, "has_hopper_forms", lambda device: False)
+    assert _layout_for() is None
+
+
+@pytest.mark.parametrize("rows", [20, 24])
+@pytest.mark.parametrize("for_hopper", [True, False])
+def test_phi_is_packed(rows: int, for_hopper: bool) -> None:
+    """Of eight neighbouring channels of a thread, the pairs it holds of each eight columns of a dot."""
+    streams, channels, device = 3, 192, "cuda" if torch.cuda.is_available() else "cpu"
+    layout = _streams_bwd_hopper.phi_layout(rows) if for_hopper else phi_layout(streams, channels, rows)
+    torch.manual_seed(rows)
+    phi = torch.randn(rows, streams * channels, device=device)
+    parts = pack_phi(phi, None, streams, layout)
+    assert parts.shape == (streams * channels // layout.block, layout.rows, layout.block)
+    high = phi.bfloat16()
+    low = (phi - high.float()).bfloat16()
+    below = rows if layout.dense else 32
+    want = torch.zeros_like(parts)
+    for column in range(streams * channels):
+        block, c = divmod(column, layout.block)
+        packed = c // 32 * 32 + c % 8 // 2 * 8 + c % 32 // 8 * 2 + c % 2
+        want[block, :rows, packed] = high[:, column]
+        want[block, below : below + rows, packed] = low[:, column]
+    assert torch.equal(parts, want)
+
+
+def test_tensors_of_a_write_back_are_described() -> None:
+    kernel = _streams_bwd_hopper.streams_bwd_hopper_kernel
+    T, N, C, P = 5, 4, 256, 20
+    x, f = torch.zeros(T, N, C, dtype=BFLOAT), torch.zeros(T, C, dtype=BFLOAT)
+    packed = torch.zeros(N * C // 64, 48, 64, dtype=BFLOAT)
+    args = (x, f, *[None] * 6, packed, x, f, None, None, x, f, None, T, C, C, P)
+    names = dict(zip(kernel.arg_names, described(kernel, args, {"N": N}), strict=False))
+    tiles = {name: (value.shape, value.block_shape) for name, value in names.items() if hasattr(value, "block_shape")}
+    wide, narrow = ([5, 1024], [32, 64]), ([5, 256], [32, 64])
+    assert tiles == {
+        "g": wide, "dx_in": narrow, "phi_parts": ([16 * 48, 64], [16, 64]), "x": wide, "f": narrow, "dx": wide,
+        "df": narrow,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "channels", "width", "span"), [
+    (8192, 4096, 1024, 4096),  # 128 programs for 132 multiprocessors
+    (4096, 4096, 1024, 2048),
+    (2048, 4096, 1024, 1024),
+    (1, 4096, 1024, 1024),
+    (0, 4096, 1024, 4096),
+    (10240, 4096, 1024, 1024),  # 1.2 waves are 4.8 of quarters
+    (16384, 2560, 1280, 2560),
+    (4096, 7168, 1792, 3584),
+    (2048, 12288, 1536, 3072),
+    (1024, 12288, 1536, 1536),
+    (5, 1920, 1920, 1920),
+    (5, 128, 128, 128),
+    (33, 4224, 1152, 1152),  # the last sum is shorter
+])  # fmt: skip
+def test_how_many_channels_a_program_of_the_write_back_takes(tokens: int, channels: int, width: int, span: int) -> None:
+    assert write_sums_width(channels) == width and width % 128 == 0
+    assert streams_bwd_span(channels, -(-tokens // 64), CPU) == span
+    assert span % width == 0, "a sum is not shared"
+
+
+@pytest.mark.parametrize(("tokens", "rows", "columns", "chunks"), [
+    (8192, 24, 4 * 4096, 4),
+    (16384, 24, 4 * 2560, 6),  # not 8, which would be 1.2 waves
+    (10240, 24, 4 * 4096, 4),  # nor 5
+    (32768, 24, 4 * 2048, 16),
+    (4096, 24, 4 * 7168, 2),
+    (8192, 80, 8 * 4096, 1),
+    (1, 24, 4, 1),
+    (0, 0, 4096, 1),
+])  # fmt: skip
+def test_chunks_of_tokens(tokens: int, rows: int, columns: int, chunks: int) -> None:
+    assert token_chunks(tokens, rows, columns, CPU) == chunks

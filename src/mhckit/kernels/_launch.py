@@ -262,7 +262,7 @@ def _busiest(spans: list[int], channels: int, programs: int, device: torch.devic
 
     best = spans[0]
     for span in spans[1:]:
-        if busy(span) > busy(best) + 0.08:
+        if busy(span) > 1.08 * busy(best):
             best = span
     return best
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import bfloat16_parts, load_float, pack_columns, part_column
-from ._launch import BFLOAT, PhiLayout, cdiv, packed_dz_width, phi_layout, power_of_2, tokens_of
+from ._launch import BFLOAT, PhiLayout, cdiv, packed_dz_width, power_of_2, tokens_of
 from ._launcher import run
 
 
@@ -78,10 +78,8 @@ def empty_phi_parts(phi: Tensor, streams: int, layout: PhiLayout) -> Tensor:
     return empty(phi, blocks, layout.rows, layout.block, dtype=BFLOAT)
 
 
-def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int) -> Tensor:
-    P, C = phi.shape[0], phi.shape[1] // streams
-    layout = phi_layout(streams, C, P)
-    phi_parts = empty_phi_parts(phi, streams, layout)
+def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int, layout: PhiLayout) -> Tensor:
+    P, C, phi_parts = phi.shape[0], phi.shape[1] // streams, empty_phi_parts(phi, streams, layout)
     run(
         pack_phi_kernel, (phi_parts.shape[0],), phi, norm_weight, phi_parts, C, P,
         N=streams, PACKED=layout.rows, DENSE=layout.dense, PADDED=layout.padded(P), CHANNELS=layout.channels_per_thread,

@@ -10,7 +10,7 @@ from mhckit.ops._register import empty, pack
 
 from ._device import load_float, store_as, tokens_of_program
 from ._gradients import CollapseGradient, ProjectionGradient
-from ._launch import FLOAT, cdiv, tokens_of
+from ._launch import FLOAT, cdiv, phi_layout, tokens_of
 from ._launcher import run
 from ._pack import pack_dz, pack_phi
 from ._parameters_bwd import chunk_sums, finish
@@ -51,7 +51,7 @@ def project_bwd(
     dz = x.new_zeros(*lead, phi.shape[0], dtype=FLOAT) if dz is None else dz
     k = x.new_zeros(lead, dtype=FLOAT) if dms is None else dms * (2 / (N * C))
     rows = phi.shape[0]
-    phi_parts = pack_phi(phi, norm_weight, N)
+    phi_parts = pack_phi(phi, norm_weight, N, phi_layout(N, C, rows))
     projection = ProjectionGradient(pack_dz(dz, x), k, None, phi_parts, rows)
     dx = read_streams_bwd(x, None, CollapseGradient(), projection)
     if not need_phi:
