@@ -52,6 +52,8 @@ def _grid(launches: list[tuple[str, tuple[int, ...]]]) -> tuple[int, ...] | None
     ("hy_v4", ("f_bias",)),  # keeps every stream as it is
     ("hy_v4", ("f_bias", "out_norm_weight")),
     ("projection", ("f_bias", "norm_weight")),
+    ("mhc_lite", ("f_bias",)),  # 32 rows of phi
+    ("mhc_lite", ("f_bias", "out_norm_weight")),
 ])  # fmt: skip
 @pytest.mark.parametrize(("tokens", "channels"), [(1, 128), (33, 384), (95, 640), (200, 1152)])
 def test_accuracy(name: str, without: tuple[str, ...], tokens: int, channels: int, launched: list[Any]) -> None:
@@ -124,7 +126,7 @@ def test_what_is_not_a_number_stays_with_its_token() -> None:
     ("deepseek_v4", {}, True),
     ("deepseek_v41", {}, True),
     ("hy_v4", {}, True),
-    ("mhc_lite", {}, False),  # 32 rows of phi
+    ("mhc_lite", {}, True),
     ("deepseek_v4", {"without": ()}, False),  # a bias of f
     ("deepseek_v4", {"channels": 192}, False),
     ("deepseek_v4", {"dtype": torch.float16}, False),

@@ -180,7 +180,8 @@ def _layout_for(
     ({}, True),
     ({"rows": 8}, True),
     ({"rows": 0}, False),  # nothing is projected
-    ({"rows": 25}, False),
+    ({"rows": 32}, True),
+    ({"rows": 33}, False),
     ({"streams": 2}, False),
     ({"channels": 192}, False),
     ({"bias": True}, False),

@@ -63,7 +63,7 @@ from ._launcher import run
 # A tile of the streams is [tokens, channels], one of phi [rows of parts, channels]. Two groups of tokens are a
 # program's, two tiles side by side a step's.
 STREAM_TILE, PHI_TILE = (32, 64), (16, 64)
-TOKENS, STEP_CHANNELS, MAX_PARTS = 2 * STREAM_TILE[0], 2 * STREAM_TILE[1], 3 * PHI_TILE[0]
+TOKENS, STEP_CHANNELS, MAX_PARTS = 2 * STREAM_TILE[0], 2 * STREAM_TILE[1], 4 * PHI_TILE[0]
 GROUP = gl.constexpr(STREAM_TILE[0])
 PANEL = gl.constexpr(STREAM_TILE[1])
 PANELS = gl.constexpr(STEP_CHANNELS // STREAM_TILE[1])
@@ -148,20 +148,23 @@ def _token_of_row(r):
 
 
 @gluon.jit
-def _stage_dz(dz_parts, dz, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr):
-    """Both parts of dz of both groups, as the left operands of the dots: 64 rows by 16 rows of phi's parts."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0])
+def _load_dz(dz_parts, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, mma: gl.constexpr):
+    """Both parts of a group's dz, as the left operands of the dots: 64 rows by 16 rows of phi's parts."""
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, layout))
+    t = first.to(gl.int64) + _token_of_row(r)
     is_low = ((r // 8) % 2 == 1)[:, None]
-    for group in gl.static_range(2):
-        t = first.to(gl.int64) + group * GROUP + _token_of_row(r)
-        for part in gl.static_range(PARTS):
+    dz = ()
+    for part in gl.static_range(PARTS):
+        if part * PART_ROWS >= P and P % PART_ROWS == 0:
+            dz = dz + (dz[part - P // PART_ROWS],)  # of the same rows of phi
+        else:
             k = part * PART_ROWS + gl.arange(0, PART_ROWS, gl.SliceLayout(0, layout))
             p = k % P
             column = gl.where(is_low, part_column(p, 1)[None, :], part_column(p, 0)[None, :])
             exists = (t < T)[:, None] & (k < 2 * P)[None, :]
-            tile = gl.load(dz_parts + t[:, None] * WIDTH + column, mask=exists, other=0.0)
-            dz.index(group * PARTS + part).store(tile)
+            dz = dz + (gl.load(dz_parts + t[:, None] * WIDTH + column, mask=exists, other=0.0),)
+    return dz
 
 
 @gluon.jit
@@ -198,26 +201,28 @@ def _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N:
 
 
 @gluon.jit
-def _multiply(dz, pieces, zero, group, slot, stream: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr):
+def _multiply(dz, pieces, zero, slot, stream: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr):
     """dz phi of one stream and a panel of channels, begun."""
     z = zero
     for part in gl.static_range(PARTS):
         phi = pieces.index((slot * N + stream) * PARTS + part)
-        z = warpgroup_mma(dz.index(group * PARTS + part), phi, z, use_acc=part > 0, is_async=True)
+        z = warpgroup_mma(dz[part], phi, z, use_acc=part > 0, is_async=True)
     return z
 
 
 @gluon.jit
 def _compute(
-    x_slots, g_slots, f_slots, d_slots, dz, pieces, loaded, computed, phi_loaded, phi_free, read_weights, norm_weight,
-    norm_share, k_share, k_more, post, res, sums, halves, first, T, begin, end, C: gl.constexpr, N: gl.constexpr,
-    PARTS: gl.constexpr, CHUNK: gl.constexpr, SUMS_READ: gl.constexpr,
+    x_slots, g_slots, f_slots, d_slots, dz_parts, pieces, loaded, computed, phi_loaded, phi_free, read_weights,
+    norm_weight, norm_share, k_share, k_more, post, res, sums, first, T, begin, end, C: gl.constexpr, N: gl.constexpr,
+    P: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, SUMS_READ: gl.constexpr, DZ_WIDTH: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
     zero = gl.zeros([2 * GROUP, PANEL], gl.float32, mma)
     tile_of_zeros = _by_token(zero)
     layout: gl.constexpr = tile_of_zeros.type.layout
     NUMBERS: gl.constexpr = N * (1 + (0 if res is None else N) + (1 if SUMS_READ else 0))
+    dz = _load_dz(dz_parts, first, T, P, PARTS, DZ_WIDTH, mma)
+    other_dz = _load_dz(dz_parts, first + GROUP, T, P, PARTS, DZ_WIDTH, mma)
     nothing = fold(tile_of_zeros, tile_of_zeros, 8, True)
     totals = ()  # of the group whose turn it is, and of the other: they swap after every step
     other_totals = ()
@@ -238,7 +243,7 @@ def _compute(
         for panel in range(PANELS):
             mbarrier.wait(phi_loaded.index(panel), step // 2 % 2)
             tile = slot * PANELS + panel
-            z = _multiply(dz, pieces, zero, group, panel, 0, N, PARTS)
+            z = _multiply(dz, pieces, zero, panel, 0, N, PARTS)
             streams = ()
             for i in gl.static_range(N):
                 streams = streams + (x_slots.index(tile).slice(i * GROUP, GROUP).load(layout).to(gl.float32),)
@@ -255,7 +260,7 @@ def _compute(
                 z = warpgroup_mma_wait(0, deps=[z])
                 G = _by_token(z)
                 if o + 1 < N:
-                    z = _multiply(dz, pieces, zero, group, panel, o + 1, N, PARTS)
+                    z = _multiply(dz, pieces, zero, panel, o + 1, N, PARTS)
                 G = gl.convert_layout(G, layout)
                 y = write_stream(o, streams, f, posts, mixes, N)
                 G += k * y
@@ -272,17 +277,19 @@ def _compute(
             if group == 1:
                 gl.thread_barrier()
                 mbarrier.arrive(phi_free.index(panel), count=1)
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(computed.index(slot), count=1)
         after = begin + (step // 2 + 1) * (PANELS * PANEL)
         if (after % CHUNK == 0) | (after >= end):
-            _store_totals(sums, totals, halves, (after - 1) // CHUNK, first + group * GROUP, T, N, NUMBERS, SUMS_READ)
+            _store_totals(
+                sums, totals, d_slots, slot, (after - 1) // CHUNK, first + group * GROUP, T, N, NUMBERS, SUMS_READ
+            )
             zeros = ()
             for _ in gl.static_range(NUMBERS):
                 zeros = zeros + (nothing,)
             totals = zeros
-        totals, other_totals = other_totals, totals
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(computed.index(slot), count=1)
+        totals, other_totals, dz, other_dz = other_totals, totals, other_dz, dz
 
 
 @gluon.jit
@@ -301,32 +308,33 @@ def _narrow_pair(top, bottom):
 
 @gluon.jit
 def _store_totals(
-    sums, totals, halves, chunk, first, T, N: gl.constexpr, NUMBERS: gl.constexpr, SUMS_READ: gl.constexpr
+    sums, totals, d_slots, d_slot, chunk, first, T, N: gl.constexpr, NUMBERS: gl.constexpr, SUMS_READ: gl.constexpr
 ):
-    """[chunks, T, numbers]: of a token dpost, then dres, then the gradient of its read weights."""
+    """[chunks, T, numbers]: of a token dpost, then dres, then the gradient of its read weights. What crosses threads
+    goes where d was, which nobody needs any more.
+    """
     PER_STREAM: gl.constexpr = NUMBERS // N
-    MIXES: gl.constexpr = PER_STREAM > N
-    post = ()
-    res = ()
-    read = ()
+    MIXED: gl.constexpr = N * N if PER_STREAM > N else 0
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    outer = ()  # dpost and the gradient of the read weights
+    inner = ()
     for o in gl.static_range(N):
-        post = post + (totals[o * PER_STREAM],)
-        if MIXES:
-            res = res + totals[o * PER_STREAM + 1 : o * PER_STREAM + 1 + N]
-        if SUMS_READ:
-            read = read + (totals[(o + 1) * PER_STREAM - 1],)
-    of_post, of_res, of_read = halves
-    _exchange(of_post, post)
-    if MIXES:
-        _exchange(of_res, res)
+        outer = outer + (totals[o * PER_STREAM],)
+        inner = inner + totals[o * PER_STREAM + 1 : o * PER_STREAM + 1 + MIXED // N]
     if SUMS_READ:
-        _exchange(of_read, read)
+        for o in gl.static_range(N):
+            outer = outer + (totals[(o + 1) * PER_STREAM - 1],)
+    gl.thread_barrier()
+    of_outer = d_slots.index(d_slot * PANELS)._reinterpret(gl.float32, [GROUP, 2, len(outer)], LINES)
+    of_inner = d_slots.index(d_slot * PANELS + 1)._reinterpret(gl.float32, [GROUP, 2, N * N], LINES)
+    _exchange(of_outer, outer)
+    if MIXED > 0:
+        _exchange(of_inner, inner)
+    gl.thread_barrier()
     slot = sums + (chunk.to(gl.int64) * T + first) * NUMBERS
-    _store_numbers(slot, of_post, T - first, NUMBERS)
-    if MIXES:
-        _store_numbers(slot + N, of_res, T - first, NUMBERS)
-    if SUMS_READ:
-        _store_numbers(slot + NUMBERS - N, of_read, T - first, NUMBERS)
+    _store_numbers(slot, of_outer, T - first, NUMBERS, N, MIXED)
+    if MIXED > 0:
+        _store_numbers(slot + N, of_inner, T - first, NUMBERS, MIXED, 0)
 
 
 @gluon.jit
@@ -338,14 +346,14 @@ def _exchange(halves, totals):
 
 
 @gluon.jit
-def _store_numbers(slot, halves, count, NUMBERS: gl.constexpr):
-    """The sums of both halves, of tokens that may be more than `count`."""
+def _store_numbers(slot, halves, count, NUMBERS: gl.constexpr, FIRST: gl.constexpr, SKIPPED: gl.constexpr):
+    """The sums of both halves, of tokens that may be more than `count`; behind the FIRST some numbers are skipped."""
     COUNT: gl.constexpr = halves.shape[2]
     layout: gl.constexpr = gl.BlockedLayout([1, 2, 1], [32 // COUNT, 1, COUNT], [8, 1, 1], [2, 1, 0])
     total = gl.sum(halves.load(layout), 1)
     t = gl.arange(0, GROUP, gl.SliceLayout(1, total.type.layout))[:, None]
     k = gl.arange(0, COUNT, gl.SliceLayout(0, total.type.layout))[None, :]
-    gl.store(slot + t * NUMBERS + k, total, mask=t < count)
+    gl.store(slot + t * NUMBERS + gl.where(k < FIRST, k, k + SKIPPED), total, mask=t < count)
 
 
 @gluon.jit(do_not_specialize=["T", "span"])
@@ -376,7 +384,6 @@ def streams_bwd_hopper_kernel(
     DZ_WIDTH: gl.constexpr,
 ):
     PARTS: gl.constexpr = (2 * P + PART_ROWS - 1) // PART_ROWS
-    DZ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     first = gl.program_id(0) * (2 * GROUP)
     begin = gl.program_id(1) * span
     end = gl.minimum(begin + span, C)
@@ -385,15 +392,6 @@ def streams_bwd_hopper_kernel(
     f_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, GROUP, PANEL], x.layout)
     d_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, GROUP, PANEL], x.layout)
     pieces = gl.allocate_shared_memory(gl.bfloat16, [PANELS * N * PARTS, PART_ROWS, PANEL], phi_parts.layout)
-    dz = gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 2 * GROUP, PART_ROWS], DZ_LAYOUT)
-    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    of_post = gl.allocate_shared_memory(gl.float32, [GROUP, 2, N], LINES)
-    of_res = of_post
-    of_read = of_post
-    if res is not None:
-        of_res = gl.allocate_shared_memory(gl.float32, [GROUP, 2, N * N], LINES)
-    if SUMS_READ:
-        of_read = gl.allocate_shared_memory(gl.float32, [GROUP, 2, N], LINES)
     loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     computed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -406,14 +404,12 @@ def streams_bwd_hopper_kernel(
     for slot in gl.static_range(PANELS):
         mbarrier.init(phi_loaded.index(slot), count=1)
         mbarrier.init(phi_free.index(slot), count=1)
-    _stage_dz(dz_parts, dz, first, T, P, PARTS, DZ_WIDTH)
     fence_async_shared()
-    gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_compute, (x_slots, g_slots, f_slots, d_slots, dz, pieces, loaded, computed, phi_loaded, phi_free,
-                        read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums,
-                        (of_post, of_res, of_read), first, T, begin, end, C, N, PARTS, CHUNK, SUMS_READ)),
+            (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, pieces, loaded, computed, phi_loaded, phi_free,
+                        read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums, first, T, begin,
+                        end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH)),
             (_load, (x, g, f, dx_in, x_slots, g_slots, f_slots, d_slots, loaded, free, first, begin, end, C, N)),
             (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS)),
             (_store, (dx, df, x_slots, f_slots, computed, free, first, begin, end, C, N)),
