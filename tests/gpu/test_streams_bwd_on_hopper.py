@@ -55,11 +55,21 @@ def _grid(launches: list[tuple[str, tuple[int, ...]]]) -> tuple[int, ...] | None
     ("mhc_lite", ("f_bias",)),  # 32 rows of phi
     ("mhc_lite", ("f_bias", "out_norm_weight")),
 ])  # fmt: skip
-@pytest.mark.parametrize(("tokens", "channels"), [(1, 128), (33, 384), (95, 640), (200, 1152)])
-def test_accuracy(name: str, without: tuple[str, ...], tokens: int, channels: int, launched: list[Any]) -> None:
-    """Tokens that fill no group, and chunks of sums of one step and of several, the last one shorter."""
+@pytest.mark.parametrize("tokens", [33, 200])
+def test_every_kind_of_recipe(name: str, without: tuple[str, ...], tokens: int, launched: list[Any]) -> None:
+    """A group that is hardly there, and several programs of which the last has one that is not full."""
+    _assert_accurate(_call(name, tokens, 384, without=without), launched)
+
+
+@pytest.mark.parametrize(("tokens", "channels"), [(1, 128), (95, 1152), (64, 2176)])
+def test_sizes(tokens: int, channels: int, launched: list[Any]) -> None:
+    """One step of one token, one sum over channels of many steps, and two, of which the second is shorter."""
+    _assert_accurate(_call("deepseek_v4", tokens, channels), launched)
+
+
+def _assert_accurate(call: Call, launched: list[Any]) -> None:
     with poisoned_memory():
-        assert_accurate(_call(name, tokens, channels, without=without))
+        assert_accurate(call)
     assert _grid(launched) is not None
 
 

@@ -148,9 +148,8 @@ def _token_of_row(r):
 
 
 @gluon.jit
-def _load_dz(dz_parts, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, mma: gl.constexpr):
+def _load_dz(dz_parts, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Both parts of a group's dz, as the left operands of the dots: 64 rows by 16 rows of phi's parts."""
-    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, layout))
     t = first.to(gl.int64) + _token_of_row(r)
     is_low = ((r // 8) % 2 == 1)[:, None]
@@ -165,6 +164,23 @@ def _load_dz(dz_parts, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl
             exists = (t < T)[:, None] & (k < 2 * P)[None, :]
             dz = dz + (gl.load(dz_parts + t[:, None] * WIDTH + column, mask=exists, other=0.0),)
     return dz
+
+
+@gluon.jit
+def _stage_dz(dz_parts, dz, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0])
+    for group in gl.static_range(2):
+        tiles = _load_dz(dz_parts, first + group * GROUP, T, P, PARTS, WIDTH, layout)
+        for part in gl.static_range(PARTS):
+            dz.index(group * PARTS + part).store(tiles[part])
+
+
+@gluon.jit
+def _staged_dz(dz, group, PARTS: gl.constexpr):
+    tiles = ()
+    for part in gl.static_range(PARTS):
+        tiles = tiles + (dz.index(group * PARTS + part),)
+    return tiles
 
 
 @gluon.jit
@@ -212,17 +228,22 @@ def _multiply(dz, pieces, zero, slot, stream: gl.constexpr, N: gl.constexpr, PAR
 
 @gluon.jit
 def _compute(
-    x_slots, g_slots, f_slots, d_slots, dz_parts, pieces, loaded, computed, phi_loaded, phi_free, read_weights,
-    norm_weight, norm_share, k_share, k_more, post, res, sums, first, T, begin, end, C: gl.constexpr, N: gl.constexpr,
-    P: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, SUMS_READ: gl.constexpr, DZ_WIDTH: gl.constexpr,
+    x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed, phi_loaded, phi_free,
+    read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums, first, T, begin, end, C: gl.constexpr,
+    N: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, SUMS_READ: gl.constexpr,
+    DZ_WIDTH: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
     zero = gl.zeros([2 * GROUP, PANEL], gl.float32, mma)
     tile_of_zeros = _by_token(zero)
     layout: gl.constexpr = tile_of_zeros.type.layout
     NUMBERS: gl.constexpr = N * (1 + (0 if res is None else N) + (1 if SUMS_READ else 0))
-    dz = _load_dz(dz_parts, first, T, P, PARTS, DZ_WIDTH, mma)
-    other_dz = _load_dz(dz_parts, first + GROUP, T, P, PARTS, DZ_WIDTH, mma)
+    dz = ()  # where it is not staged, and of the other group; as totals
+    other_dz = ()
+    if len(staged_dz) == 0:
+        operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+        dz = _load_dz(dz_parts, first, T, P, PARTS, DZ_WIDTH, operand)
+        other_dz = _load_dz(dz_parts, first + GROUP, T, P, PARTS, DZ_WIDTH, operand)
     nothing = fold(tile_of_zeros, tile_of_zeros, 8, True)
     totals = ()  # of the group whose turn it is, and of the other: they swap after every step
     other_totals = ()
@@ -239,11 +260,12 @@ def _compute(
         w, k, posts, mixes, collapsed = _coefficients(
             read_weights, norm_share, k_share, k_more, post, res, t, T, N
         )  # fmt: skip
+        left = dz if len(staged_dz) == 0 else _staged_dz(staged_dz[0], group, PARTS)
         mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
         for panel in range(PANELS):
             mbarrier.wait(phi_loaded.index(panel), step // 2 % 2)
             tile = slot * PANELS + panel
-            z = _multiply(dz, pieces, zero, panel, 0, N, PARTS)
+            z = _multiply(left, pieces, zero, panel, 0, N, PARTS)
             streams = ()
             for i in gl.static_range(N):
                 streams = streams + (x_slots.index(tile).slice(i * GROUP, GROUP).load(layout).to(gl.float32),)
@@ -260,7 +282,7 @@ def _compute(
                 z = warpgroup_mma_wait(0, deps=[z])
                 G = _by_token(z)
                 if o + 1 < N:
-                    z = _multiply(dz, pieces, zero, panel, o + 1, N, PARTS)
+                    z = _multiply(left, pieces, zero, panel, o + 1, N, PARTS)
                 G = gl.convert_layout(G, layout)
                 y = write_stream(o, streams, f, posts, mixes, N)
                 G += k * y
@@ -404,12 +426,18 @@ def streams_bwd_hopper_kernel(
     for slot in gl.static_range(PANELS):
         mbarrier.init(phi_loaded.index(slot), count=1)
         mbarrier.init(phi_free.index(slot), count=1)
+    staged_dz = ()
+    if PARTS < 4:  # with four there is no room beside phi
+        DZ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+        staged_dz = (gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 2 * GROUP, PART_ROWS], DZ_LAYOUT),)
+        _stage_dz(dz_parts, staged_dz[0], first, T, P, PARTS, DZ_WIDTH)
     fence_async_shared()
+    gl.thread_barrier()
     gl.warp_specialize(
         [
-            (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, pieces, loaded, computed, phi_loaded, phi_free,
-                        read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums, first, T, begin,
-                        end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH)),
+            (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed, phi_loaded,
+                        phi_free, read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums, first, T,
+                        begin, end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH)),
             (_load, (x, g, f, dx_in, x_slots, g_slots, f_slots, d_slots, loaded, free, first, begin, end, C, N)),
             (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS)),
             (_store, (dx, df, x_slots, f_slots, computed, free, first, begin, end, C, N)),
