@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mhckit.kernels import _launcher, _streams_bwd, _write_project
+from mhckit.kernels import _descriptors, _launcher, _streams_bwd, _write_project
 from mhckit.kernels._descriptors import described, describing, signature_of, tiled_arguments
 from mhckit.kernels._gradients import Write
 from mhckit.kernels._launch import (
@@ -28,6 +28,7 @@ from mhckit.kernels._pack import pack_phi
 if not HAS_GLUON:
     pytest.skip("kernels for Hopper are written for one version of Triton", allow_module_level=True)
 from triton._C.libtriton import native_specialize_impl
+from triton.backends.nvidia import driver
 from triton.backends.nvidia.compiler import CUDABackend
 
 from mhckit.kernels import _streams_bwd_hopper
@@ -142,6 +143,45 @@ def test_a_launch_describes_pointers() -> None:
             assert matrix.base.data_ptr() == pointers[position]
             assert (matrix.shape, matrix.strides, matrix.padding) == (shape, (shape[1], 1), "zero")
         assert values[6 + 3] is arguments[3] and values[6 + 12] == 5
+
+
+def test_a_tensor_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same address and as many tokens; the launch gets what Triton's driver would give it."""
+    made = []
+
+    def make(pointer: Any, metadata: dict[str, int]) -> list[Any]:
+        made.append((pointer.base.data_ptr(), *pointer.shape))
+        return [("map", pointer.base.data_ptr(), *pointer.shape, metadata["number"]), *pointer.shape, *pointer.strides]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", make)
+    args, launched = _args(), []
+    constants = {"N": 4, "WIDTH": 256}
+    tiles = tiled_arguments[KERNEL.__name__](args, constants)
+    signature = {k: "tensordesc<bf16[32, 64],>" if k in tiles else "i32" for k in range(len(args) + 2)}
+    metadata = [{"number": number} for number in range(len(tiles))]
+    tritons = driver.wrap_handle_tensordesc(lambda *values: launched.append(values), signature, metadata)
+    settings = ("function", False, False, None, None, "packed", None, None, None)
+    whole = (1, 1, 1, "stream", *settings)
+    described_by_hand = [_descriptors._Pointer(args[k].data_ptr(), tiles[k].shape) if k in tiles else value
+                         for k, value in enumerate(args)]  # fmt: skip
+    tritons(*whole, *described_by_hand, 4, 256)
+    launch = describing(tritons, KERNEL, len(settings), constants)
+    pointers = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in args]
+    made.clear()
+    for _ in range(2):
+        launch(*whole, *pointers, 4, 256)
+    given = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in launched[0]]
+    assert list(launched[1]) == given and launched[1] == launched[2]
+    assert len(made) == len(tiles) == 5
+    launch(*whole, *pointers[:12], 4, *pointers[13:], 4, 256)
+    assert len(made) == 10 and made[-1][1] == 4, "another number of tokens"
+    other = torch.zeros_like(args[0])
+    launch(*whole, other, *pointers[1:], 4, 256)
+    assert len(made) == 11 and made[-1] == (other.data_ptr(), 5, 1024), "another tensor"
+    monkeypatch.setattr(_descriptors, "MOST_REMEMBERED", 2)
+    launch(*whole, args[8], *pointers[1:], 4, 256)
+    launch(*whole, *pointers, 4, 256)
+    assert len(made) == 13, "no more are kept, so what was known is made anew"
 
 
 def test_kernels_without_such_tensors_are_launched_as_they_are() -> None:
