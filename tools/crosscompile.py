@@ -338,9 +338,9 @@ def configurations(everything: bool) -> list[Configuration]:
     listed += [Configuration(_ALL, deepseek, optional=optional, partial=not optional) for optional in (True, False)]
     listed.append(Configuration(_JUNCTION, deepseek, optional=False, hopper_forms=False))
     # J has a form for Hopper unless there is a bias; with a norm, it sums no gradient of given weights.
-    normed = every if everything else [deepseek]
+    normed = every if everything else [deepseek, Recipe.preset("mhc_lite")]
     listed += [Configuration(_JUNCTION, recipe, without=("f_bias",)) for recipe in normed]
-    for recipe in every if everything else map(Recipe.preset, ("deepseek_v41", "hy_v4", "mhc_lite")):
+    for recipe in every if everything else map(Recipe.preset, ("deepseek_v41", "hy_v4")):
         listed.append(Configuration(_JUNCTION, recipe, without=("f_bias", "out_norm_weight")))
     spine = _SPINE if everything else ("junction", "head")
     listed += [Configuration(spine, deepseek, dtypes=dtypes) for dtypes in ("fp32", "fp16", "fp32/bf16")]

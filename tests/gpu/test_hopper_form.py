@@ -155,7 +155,7 @@ def test_where_it_is_used(name: str, dtype: torch.dtype, channels: int, hopper: 
     (1.25, 2560, 3),
     (0.63, 6144, 6),  # three for each of two slices
     (0.25, 4096, 4),
-    (0.25, 7168, 4),  # slices of 2048 and 1536
+    (0.25, 7168, 4),  # parts of 2048 and 1536 channels
 ])  # fmt: skip
 def test_parts_of_a_slice(
     waves: float, channels: int, slots: int, launched: list[str], monkeypatch: pytest.MonkeyPatch

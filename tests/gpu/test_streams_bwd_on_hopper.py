@@ -10,6 +10,7 @@ from accuracy import PARAMETERS, assert_accurate, cotangents_of, poisoned_memory
 from recipes import every_recipe
 from torch import Tensor
 
+from mhckit.bench.launches import device_events
 from mhckit.kernels import _launcher, _streams_bwd
 from mhckit.kernels._launch import cdiv, has_hopper_forms, write_sums_width
 from mhckit.testing import Call, make_call
@@ -79,12 +80,14 @@ def _assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize("channels", [1280, 4096, 8192])
+@pytest.mark.parametrize("channels", [2176, 4096, 9088])
 def test_however_programs_share_the_channels(
     channels: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The last sum is shorter than the others, but for 4096 channels."""
     call = _call("deepseek_v41", 130, channels, without=("f_bias", "out_norm_weight"))
     width, results = write_sums_width(channels), []
+    assert cdiv(channels, width) > 1
     for sums in (1, 2, cdiv(channels, width)):
         monkeypatch.setattr(_streams_bwd._hopper, "streams_bwd_span", lambda *_args, sums=sums: sums * width)
         results.append(run(call, "triton"))
@@ -97,6 +100,10 @@ def test_many_programs_and_many_times() -> None:
     """Waves of programs, the last one partly there; warps that wait for each other never mix up two steps."""
     call = _call("deepseek_v4", 20_001, 1280, draw_on=DEVICE)
     want = run(call, "triton")
+    with torch.no_grad():
+        outputs = call()
+    kernels = [event.name for event in device_events(lambda: run(call, "triton", cotangents_of(outputs)))]
+    assert "streams_bwd_hopper_kernel" in kernels
     for _ in range(20):
         _assert_same(run(call, "triton"), want)
 
@@ -122,9 +129,10 @@ def test_a_token_alone_and_in_a_batch(name: str, without: tuple[str, ...], launc
                 assert torch.equal(value[0], batch[key][token]), (key, token)
 
 
-def test_what_is_not_a_number_stays_with_its_token() -> None:
+def test_what_is_not_a_number_stays_with_its_token(launched: list[Any]) -> None:
     call = _call("deepseek_v4", 70, 256, without=("f_bias", "out_norm_weight"))
     whole = run(call, "triton")
+    assert _grid(launched) is not None
     call.tensors["f"][40, 7] = torch.nan
     broken = run(call, "triton")
     for name in ("dx", "df", "dmix_post", "dmix_res"):
@@ -157,6 +165,7 @@ def test_not_without_both_gradients(kept: tuple[int, ...], launched: list[Any]) 
     assert _grid(launched) is None
 
 
-def test_no_tokens() -> None:
+def test_no_tokens(launched: list[Any]) -> None:
     results = run(_call("deepseek_v4", 0, 256), "triton")
+    assert _grid(launched) is not None and 0 in _grid(launched)
     assert results["dx"].shape == (0, 4, 256) and (results["dphi"] == 0).all()

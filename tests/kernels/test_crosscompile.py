@@ -41,6 +41,12 @@ for name in ("write_project", "write_project_hopper"):
     found = crosscompile.problems(launch, dataclasses.replace(compiled, stack=500))
     assert len(found) == 1 and "500 bytes of stack" in found[0], (name, found)
 assert not launch.runs_on("sm_80") and launch.runs_on("sm_90")
+case = dataclasses.replace(case, without=("f_bias",))
+launch = next(launch for launch in crosscompile.launches_of("junction", case) if launch.name == "streams_bwd_hopper")
+found = crosscompile.problems(launch, dataclasses.replace(compiled, stack=8))
+assert len(found) == 1 and "8 bytes of stack" in found[0], found
+case = dataclasses.replace(case, hopper_forms=False)
+assert not any(launch.kernel.is_gluon() for launch in crosscompile.launches_of("junction", case))
 copy, dot = "ttg.async_copy_global_to_local %x", "ttng.warp_group_dot %a"
 assert crosscompile._loads_first(f"{{copy}} scf.for {{copy}} {{dot}}")
 assert not crosscompile._loads_first(f"{{copy}} scf.for {{copy}} {{dot}} {{copy}}")

@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-# Descriptions of an argument that are kept, 128 bytes each: far more than a model has sublayers.
-MOST_REMEMBERED = 4096
+# Descriptions of an argument that are kept, about half a kilobyte each: more than a model has sublayers, even where the
+# number of tokens changes now and then.
+MOST_REMEMBERED = 1024
 
 
 class Tiles(NamedTuple):

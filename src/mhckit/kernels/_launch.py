@@ -36,8 +36,8 @@ PHI_BLOCK = 32
 SUM_WIDTH = 128
 # Parts of a slice at most, each with a slot, that programs take one by one where that keeps more of them busy.
 MAX_PARTS = 4
-# Least channels per partial sum of F1 and J, which fixes the order of their sums. Models with more channels train with
-# fewer tokens at a time: slices keep about as many programs of 32 tokens as a large device runs at once.
+# Least channels per partial sum of F1 and plain J, which fixes the order of their sums. Models with more channels train
+# with fewer tokens at a time: slices keep about as many programs of 32 tokens as a large device runs at once.
 SLICE_WIDTH = 2560
 # Tokens per partial sum of a parameter's gradient, about, for each block of rows of phi.
 TOKEN_CHUNK = 2048
@@ -159,8 +159,8 @@ def _padded_rows(rows: int) -> int:
 
 
 class PhiLayout(NamedTuple):
-    """How J wants phi: rows of parts (`packed_rows`), channels of a stream in a block, and as many of them side by side
-    as one of its threads holds.
+    """How a form of J wants phi: rows of parts, with or without padding between them, channels of a stream in a block,
+    and as many of them side by side as one of its threads holds.
     """
 
     rows: int
@@ -234,7 +234,9 @@ def write_project_span(channels: int, programs: int, device: torch.device) -> in
 
 
 def write_sums_width(channels: int) -> int:
-    """Channels per partial sum of J for Hopper: 1024 or more, of one, two, four or eight sums."""
+    """Channels per partial sum of J for Hopper: one, two, four or eight sums, and where there are several, each but the
+    last over 1024 channels or more.
+    """
     sums = min(8, power_of_2(channels // 1024 + 1) // 2)
     return cdiv(cdiv(channels, max(sums, 1)), SUM_WIDTH) * SUM_WIDTH
 

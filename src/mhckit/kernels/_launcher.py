@@ -88,13 +88,13 @@ def run(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> Non
 
 
 def run_now(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    if 0 in grid:
+        return
     launches = _watching.launches
     if not isinstance(kernel, JITFunction) or not goes_straight():
         kernel[grid](*described(kernel, args, constants), **constants)
         if launches is not None:
             launches.append(None)
-        return
-    if 0 in grid:
         return
     key = _key(kernel, args, constants)
     whole_grid = (*grid, 1, 1)[:3]

@@ -308,7 +308,8 @@ def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, pr
 def hopper_phi_layout(x: Tensor, g: Tensor | None, dx_in: Tensor | None, write: Write, rows: int) -> PhiLayout | None:
     """How J's form for Hopper wants phi, or None where it is the plain form that runs, whatever the number of tokens.
 
-    It wants four streams of bfloat16, all of their gradient's parts, and whole steps of channels.
+    It wants four streams of bfloat16, all of their gradient's parts, a projection of at most 32 rows, whole steps of
+    channels, and no bias.
     """
     if _hopper is None or g is None or dx_in is None or write.f_bias is not None or not has_hopper_forms(x.device):
         return None

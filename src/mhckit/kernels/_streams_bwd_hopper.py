@@ -407,7 +407,7 @@ def streams_bwd_hopper_kernel(
 ):
     PARTS: gl.constexpr = (2 * P + PART_ROWS - 1) // PART_ROWS
     first = gl.program_id(0) * (2 * GROUP)
-    begin = gl.program_id(1) * span
+    begin = gl.program_id(1) * (span // CHUNK) * CHUNK  # = program * span, and the compiler sees that it is aligned
     end = gl.minimum(begin + span, C)
     x_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, N * GROUP, PANEL], x.layout)
     g_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, N * GROUP, PANEL], x.layout)
