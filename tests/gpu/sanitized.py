@@ -1,8 +1,11 @@
-"""What compute-sanitizer watches: every operator once, on sizes that divide no tile. Run by test_sanitizer.py."""
+"""What compute-sanitizer watches, on sizes that divide no tile: every operator once, or the kernels for Hopper. Run by
+test_sanitizer.py with the name of either.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,24 +17,31 @@ from recipes import every_recipe
 from mhckit.kernels import _launch, _write_project
 from mhckit.testing import OPERATORS, Call, make_call
 
-_launch.SLICE_WIDTH = 32  # several slices of few channels
-torch.use_deterministic_algorithms(True)  # fills what is uninitialised with NaN
 RECIPES = every_recipe()
-for operator in OPERATORS:
-    others = ("mhc_lite", "projection") if operator in ("junction", "enter", "sinkhorn") else ()
-    for name in ("deepseek_v4", *others):
-        for dtype in (torch.bfloat16, torch.float32):
-            call = make_call(operator, RECIPES[name], lead=(19,), channels=69, dtype=dtype, device="cuda")
-            results = run(call, "triton")
-            assert not any(value.isnan().any() for value in results.values())
-_launch.SLICE_WIDTH = 256
-_write_project.fills = lambda programs, device: True  # F1's form for Hopper, where there is one
-_write_project.leaves_idle = lambda programs, device: False
-# Of 24 and of 32 rows; J has its form for Hopper where there is no bias, and other sums with a norm.
-for name, without in (("deepseek_v41", "out_norm_weight"), ("deepseek_v4", ""), ("mhc_lite", "")):
-    call = make_call("junction", RECIPES[name], lead=(99,), channels=640, dtype=torch.bfloat16, device="cuda")
-    tensors = {key: tensor for key, tensor in call.tensors.items() if key not in ("f_bias", without)}
-    results = run(Call("junction", call.recipe, tensors), "triton")
-    assert not any(value.isnan().any() for value in results.values())
+
+
+def every_operator() -> Iterator[Call]:
+    _launch.SLICE_WIDTH = 32  # several slices of few channels
+    for operator in OPERATORS:
+        others = ("mhc_lite", "projection") if operator in ("junction", "enter", "sinkhorn") else ()
+        for name in ("deepseek_v4", *others):
+            for dtype in (torch.bfloat16, torch.float32):
+                yield make_call(operator, RECIPES[name], lead=(19,), channels=69, dtype=dtype, device="cuda")
+
+
+def forms_for_hopper() -> Iterator[Call]:
+    """Of 24 and of 32 rows; J has its form where there is no bias, and other sums with a norm."""
+    _launch.SLICE_WIDTH = 256
+    _write_project.fills = lambda programs, device: True
+    _write_project.leaves_idle = lambda programs, device: False
+    for name, without in (("deepseek_v41", "out_norm_weight"), ("deepseek_v4", ""), ("mhc_lite", "")):
+        call = make_call("junction", RECIPES[name], lead=(99,), channels=640, dtype=torch.bfloat16, device="cuda")
+        tensors = {key: tensor for key, tensor in call.tensors.items() if key not in ("f_bias", without)}
+        yield Call("junction", call.recipe, tensors)
+
+
+torch.use_deterministic_algorithms(True)  # fills what is uninitialised with NaN
+for call in {"every_operator": every_operator, "forms_for_hopper": forms_for_hopper}[sys.argv[1]]():
+    assert not any(value.isnan().any() for value in run(call, "triton").values())
 torch.cuda.synchronize()
-print("every operator ran")
+print("all of it ran")
