@@ -243,7 +243,7 @@ def test_plain_write_backs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _layout_for() is None
 
 
-@pytest.mark.parametrize("rows", [20, 24])
+@pytest.mark.parametrize("rows", [1, 20, 24])
 @pytest.mark.parametrize("for_hopper", [True, False])
 def test_phi_is_packed(rows: int, for_hopper: bool) -> None:
     """Of eight neighbouring channels of a thread, the pairs it holds of each eight columns of a dot."""

@@ -95,7 +95,7 @@ def test_parts_of_a_slice_agree_with_all_of_it(
     monkeypatch.setattr(_launcher, "observer", observe)
     monkeypatch.setattr(_write_project, "_hopper", SimpleNamespace(TOKENS=32))
     monkeypatch.setattr(_write_project, "_hopper_form", _write_project._form)
-    monkeypatch.setattr(_write_project, "fills", lambda programs, device: True)
+    monkeypatch.setattr(_write_project, "fills", lambda programs, device: programs == slots)
     monkeypatch.setattr(_write_project, "write_project_span", lambda channels, programs, device: span)
     for few in (False, True):
         for got, want in zip(_outputs(call, few, monkeypatch), whole, strict=True):
@@ -131,7 +131,9 @@ def test_how_much_of_a_slice_a_program_takes(tokens: int, channels: int, span: i
     assert write_project_span(channels, -(-tokens // 64), torch.device("cpu")) == span
     width = slice_width(channels)
     last = channels - (-(-channels // width) - 1) * width
-    assert -(-last // span) == -(-width // span) <= 4, "as many parts of every slice"
+    parts = -(-width // span)
+    assert -(-last // span) == parts <= 4, "as many parts of every slice"
+    assert _write_project._slots(channels, span) == -(-channels // width) * parts
 
 
 @with_small_sums
