@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from accuracy import assert_accurate
 from recipes import every_recipe
 
 import mhckit
 from mhckit.kernels import _launch, _launcher, _read, _write_project
 from mhckit.kernels._launch import slice_width, write_project_span
-from mhckit.kernels._partial_sums import CHAIN, LEVELS
+from mhckit.kernels._partial_sums import CHAIN, LEVELS, channels_of_part
 from mhckit.testing import Call, make_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -210,3 +212,26 @@ def test_forms(many: bool, early: bool) -> None:
 def test_kernels_of_one_form() -> None:
     alone = {"MANY": None, "EARLY": False}
     assert _launcher.forms(_read.read_kernel, (), alone) == [(_read.read_kernel, alone)]
+
+
+@triton.jit
+def _parts_kernel(result, span, WIDTH: tl.constexpr, C: tl.constexpr, MOST_PARTS: tl.constexpr):
+    split = tl.program_id(1)
+    begin, end = channels_of_part(split, span, WIDTH, C, MOST_PARTS)
+    tl.store(result + 2 * split, begin)
+    tl.store(result + 2 * split + 1, end)
+
+
+@pytest.mark.parametrize("channels", [128, 2560, 4096, 5248, 6144, 7168, 12288, 20480])
+def test_programs_share_all_channels(channels: int) -> None:
+    """Each once, in order, whatever the parts of a slice."""
+    width = slice_width(channels)
+    for programs in range(1, 160, 3):
+        span = write_project_span(channels, programs, torch.device("cpu"))
+        slots = _write_project._slots(channels, span)
+        bounds = torch.full((slots, 2), -1, dtype=torch.int32, device=DEVICE)
+        _parts_kernel[(1, slots)](bounds, span, width, channels, _launch.MAX_PARTS)
+        begins, ends = bounds.T.tolist()
+        assert begins == [0, *ends[:-1]] and ends[-1] == channels
+        assert all(0 < end - begin <= span for begin, end in bounds.tolist())
+        assert set(range(0, channels, width)) <= set(begins), "a slice begins where a part does"

@@ -79,3 +79,19 @@ def _add_neighbours(x):
         return tl.sum(tl.reshape(x, (HALF, 2, x.shape[1])), 1)
     else:
         return tl.sum(tl.reshape(x, (HALF, 2, x.shape[1], x.shape[2])), 1)
+
+
+@triton.jit
+def channels_of_part(split, span, WIDTH: tl.constexpr, C: tl.constexpr, MOST_PARTS: tl.constexpr):
+    """Where the channels of program `split` begin and end: slices of WIDTH, each in parts of `span`.
+
+    Every warp of F1 for Hopper works it out, so not by division, for which some of them have no registers left.
+    """
+    parts = 1
+    for k in tl.static_range(1, MOST_PARTS):
+        parts += (k * span < WIDTH).to(tl.int32)
+    slices = 0  # before this one
+    for k in tl.static_range(1, (C + WIDTH - 1) // WIDTH):
+        slices += (split >= k * parts).to(tl.int32)
+    begin = slices * WIDTH + (split - slices * parts) * span
+    return begin, tl.minimum(tl.minimum(begin + span, (slices + 1) * WIDTH), C)

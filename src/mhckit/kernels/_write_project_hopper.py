@@ -31,8 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ._descriptors import Tiles, tiled_arguments
 from ._device import bfloat16_parts, fold, load_per_token, one_below_the_other, rounded, sum_parts, write_stream
-from ._launch import SUM_WIDTH
-from ._partial_sums import CHAIN, end_pairs, push
+from ._launch import MAX_PARTS, SUM_WIDTH
+from ._partial_sums import CHAIN, channels_of_part, end_pairs, push
 
 # A tile of the streams is [tokens, channels], one of phi [rows, channels]. Two groups of tokens are a program's, two
 # tiles side by side a sum's, and four of phi, with their low parts, all that a dot takes.
@@ -42,6 +42,7 @@ GROUP = gl.constexpr(STREAM_TILE[0])
 PANEL = gl.constexpr(STREAM_TILE[1])
 PANELS = gl.constexpr(SUM_WIDTH // STREAM_TILE[1])
 PHI_TILE = gl.constexpr(PHI_ROWS)
+MOST_PARTS = gl.constexpr(MAX_PARTS)
 STEPS_IN_FLIGHT = gl.constexpr(3)
 # Registers for each thread of `project` and of the others; `write` has what is left of 64K.
 PROJECT_REGISTERS = gl.constexpr(176)
@@ -291,9 +292,7 @@ def write_project_hopper_kernel(
     PIECES: gl.constexpr = 4 if TILES < 4 else 3  # as many as fit
     PARTS: gl.constexpr = x.layout
     first, split = gl.program_id(0) * (2 * GROUP), gl.program_id(1)
-    parts = gl.cdiv(WIDTH, span)
-    begin = split // parts * WIDTH + split % parts * span
-    end = gl.minimum(gl.minimum(begin + span, (split // parts + 1) * WIDTH), C)
+    begin, end = channels_of_part(split, span, WIDTH, C, MOST_PARTS)
     x_slots = gl.allocate_shared_memory(gl.bfloat16, [STEPS_IN_FLIGHT * PANELS, N * GROUP, PANEL], x.layout)
     f_slots = gl.allocate_shared_memory(gl.bfloat16, [STEPS_IN_FLIGHT * PANELS, GROUP, PANEL], f.layout)
     # A dot reads eight tiles' rows of parts from where a stream's begin, beyond the last ones too.
