@@ -217,9 +217,9 @@ def test_kernels_of_one_form() -> None:
 @triton.jit
 def _parts_kernel(result, span, WIDTH: tl.constexpr, C: tl.constexpr, MOST_PARTS: tl.constexpr):
     split = tl.program_id(1)
-    begin, end = channels_of_part(split, span, WIDTH, C, MOST_PARTS)
-    tl.store(result + 2 * split, begin)
-    tl.store(result + 2 * split + 1, end)
+    bounds = channels_of_part(split, span, WIDTH, C, MOST_PARTS)
+    tl.store(result + 2 * split, bounds[0])
+    tl.store(result + 2 * split + 1, bounds[1])
 
 
 @pytest.mark.parametrize("channels", [128, 2560, 4096, 5248, 6144, 7168, 12288, 20480])
