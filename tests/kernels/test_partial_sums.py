@@ -95,7 +95,7 @@ def test_parts_of_a_slice_agree_with_all_of_it(
         _launcher.run_now(kernel, grid, args, constants)
 
     monkeypatch.setattr(_launcher, "observer", observe)
-    monkeypatch.setattr(_write_project, "_hopper", SimpleNamespace(TOKENS=32))
+    monkeypatch.setattr(_write_project, "_hopper", SimpleNamespace())
     monkeypatch.setattr(_write_project, "_hopper_form", _write_project._form)
     monkeypatch.setattr(_write_project, "fills", lambda programs, device: programs == slots)
     monkeypatch.setattr(_write_project, "write_project_span", lambda channels, programs, device: span)

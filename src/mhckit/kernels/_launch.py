@@ -44,6 +44,9 @@ TOKEN_CHUNK = 2048
 # Columns, of blocks of rows of phi, that programs of P on a multiprocessor have accumulators for.
 COLUMNS_AT_ONCE = 512
 
+# Tokens of a program where a kernel is written for Hopper.
+HOPPER_TOKENS = 64
+
 # Bytes of shared memory that a program may have on Hopper.
 LARGE_SHARED_MEMORY = 227 << 10
 

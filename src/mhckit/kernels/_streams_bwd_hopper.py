@@ -2,7 +2,7 @@
 
 As in `_write_project_hopper` every kind of work has warps of its own, and rows are asked for 256 bytes at a time:
 
-    load        the copy engine brings x, g, f and d, 32 tokens x 128 channels, into one of two slots
+    load        the copy engine brings x, g, f and d, 32 tokens x 128 channels, into one of two slots (`_hopper_copies`)
     load_phi    the copy engine brings the packed parts of phi, 64 channels of all streams at a time
     compute     eight warps; dx takes the place of x in its slot, df that of f
     store       the copy engine takes both out of the slot
@@ -49,8 +49,11 @@ from ._device import (
     write_stream,
 )
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
+from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, STREAM_TILE, load_steps, store_steps
+from ._hopper_totals import add_products, store_totals
 from ._launch import (
     FLOAT,
+    HOPPER_TOKENS,
     PhiLayout,
     cdiv,
     packed_dz_width,
@@ -60,42 +63,11 @@ from ._launch import (
 )
 from ._launcher import run
 
-# A tile of the streams is [tokens, channels], one of phi [rows of parts, channels]. Two groups of tokens are a
-# program's, two tiles side by side a step's.
-STREAM_TILE, PHI_TILE = (32, 64), (16, 64)
-TOKENS, STEP_CHANNELS, MAX_PARTS = 2 * STREAM_TILE[0], 2 * STREAM_TILE[1], 4 * PHI_TILE[0]
-GROUP = gl.constexpr(STREAM_TILE[0])
-PANEL = gl.constexpr(STREAM_TILE[1])
-PANELS = gl.constexpr(STEP_CHANNELS // STREAM_TILE[1])
+# A tile of phi is [rows of parts, channels].
+PHI_TILE = (16, STREAM_TILE[1])
+MAX_PARTS = 4 * PHI_TILE[0]
 PART_ROWS = gl.constexpr(PHI_TILE[0])
 SLOTS = gl.constexpr(2)
-COPY_REGISTERS = gl.constexpr(32)  # for each thread of the copying warps; `compute` has what is left of 64K
-
-
-@gluon.jit
-def _place_of(step, first, begin):
-    """The first token and the first channel of a step."""
-    return first + step % 2 * GROUP, begin + step // 2 * (PANELS * PANEL)
-
-
-@gluon.jit
-def _load(x, g, f, d, x_slots, g_slots, f_slots, d_slots, loaded, free, first, begin, end, C: gl.constexpr,
-          N: gl.constexpr):  # fmt: skip
-    for step in range((end - begin) // PANEL):
-        slot = step % SLOTS
-        token, channel = _place_of(step, first, begin)
-        mbarrier.wait(free.index(slot), step // SLOTS % 2 ^ 1)
-        arrived = loaded.index(slot)
-        mbarrier.expect(arrived, (2 * N + 2) * GROUP * PANELS * PANEL * 2)
-        for i in gl.static_range(N):
-            for p in gl.static_range(PANELS):
-                at, tile = [token, i * C + channel + p * PANEL], slot * PANELS + p
-                tma.async_copy_global_to_shared(x, at, arrived, x_slots.index(tile).slice(i * GROUP, GROUP))
-                tma.async_copy_global_to_shared(g, at, arrived, g_slots.index(tile).slice(i * GROUP, GROUP))
-        for p in gl.static_range(PANELS):
-            at, tile = [token, channel + p * PANEL], slot * PANELS + p
-            tma.async_copy_global_to_shared(f, at, arrived, f_slots.index(tile))
-            tma.async_copy_global_to_shared(d, at, arrived, d_slots.index(tile))
 
 
 @gluon.jit
@@ -109,22 +81,6 @@ def _load_phi(phi_parts, pieces, loaded, free, begin, end, C: gl.constexpr, N: g
             block = k // PARTS * (C // PANEL) + begin // PANEL + piece
             at = [(block * PARTS + k % PARTS) * PART_ROWS, 0]
             tma.async_copy_global_to_shared(phi_parts, at, arrived, pieces.index(slot * (N * PARTS) + k))
-
-
-@gluon.jit
-def _store(dx, df, x_slots, f_slots, computed, free, first, begin, end, C: gl.constexpr, N: gl.constexpr):
-    for step in range((end - begin) // PANEL):
-        slot = step % SLOTS
-        token, channel = _place_of(step, first, begin)
-        mbarrier.wait(computed.index(slot), step // SLOTS % 2)
-        for i in gl.static_range(N):
-            for p in gl.static_range(PANELS):
-                tile = x_slots.index(slot * PANELS + p).slice(i * GROUP, GROUP)
-                tma.async_copy_shared_to_global(dx, [token, i * C + channel + p * PANEL], tile)
-        for p in gl.static_range(PANELS):
-            tma.async_copy_shared_to_global(df, [token, channel + p * PANEL], f_slots.index(slot * PANELS + p))
-        tma.store_wait(0)
-        mbarrier.arrive(free.index(slot), count=1)
 
 
 @gluon.jit
@@ -289,7 +245,7 @@ def _compute(
                 G += g_slots.index(tile).slice(o * GROUP, GROUP).load(layout).to(gl.float32)
                 G += w[o] * d
                 df += posts[o] * G
-                new_totals = _add_products(new_totals, totals, G, f, () if res is None else streams)
+                new_totals = add_products(new_totals, totals, G, f, () if res is None else streams)
                 if SUMS_READ:
                     new_totals = new_totals + (totals[len(new_totals)] + fold(d, y, 8, True),)
                 dx = add_mixed(dx, G, mixes, o, N)
@@ -301,7 +257,7 @@ def _compute(
                 mbarrier.arrive(phi_free.index(panel), count=1)
         after = begin + (step // 2 + 1) * (PANELS * PANEL)
         if (after % CHUNK == 0) | (after >= end):
-            _store_totals(
+            store_totals(
                 sums, totals, d_slots, slot, (after - 1) // CHUNK, first + group * GROUP, T, N, NUMBERS, SUMS_READ
             )
             zeros = ()
@@ -315,67 +271,8 @@ def _compute(
 
 
 @gluon.jit
-def _add_products(new_totals, totals, G, f, mixed):
-    """new_totals, and the next of totals with the products of G with f and with each stream that is mixed."""
-    new_totals = new_totals + (totals[len(new_totals)] + fold(G, f, 8, True),)
-    for i in gl.static_range(len(mixed)):
-        new_totals = new_totals + (totals[len(new_totals)] + fold(G, mixed[i], 8, True),)
-    return new_totals
-
-
-@gluon.jit
 def _narrow_pair(top, bottom):
     return one_below_the_other(rounded(top, gl.bfloat16, True), rounded(bottom, gl.bfloat16, True))
-
-
-@gluon.jit
-def _store_totals(
-    sums, totals, d_slots, d_slot, chunk, first, T, N: gl.constexpr, NUMBERS: gl.constexpr, SUMS_READ: gl.constexpr
-):
-    """[chunks, T, numbers]: of a token dpost, then dres, then the gradient of its read weights. What crosses threads
-    goes where d was, which nobody needs any more.
-    """
-    PER_STREAM: gl.constexpr = NUMBERS // N
-    MIXED: gl.constexpr = N * N if PER_STREAM > N else 0
-    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    outer = ()  # dpost and the gradient of the read weights
-    inner = ()
-    for o in gl.static_range(N):
-        outer = outer + (totals[o * PER_STREAM],)
-        inner = inner + totals[o * PER_STREAM + 1 : o * PER_STREAM + 1 + MIXED // N]
-    if SUMS_READ:
-        for o in gl.static_range(N):
-            outer = outer + (totals[(o + 1) * PER_STREAM - 1],)
-    gl.thread_barrier()
-    of_outer = d_slots.index(d_slot * PANELS)._reinterpret(gl.float32, [GROUP, 2, len(outer)], LINES)
-    of_inner = d_slots.index(d_slot * PANELS + 1)._reinterpret(gl.float32, [GROUP, 2, N * N], LINES)
-    _exchange(of_outer, outer)
-    if MIXED > 0:
-        _exchange(of_inner, inner)
-    gl.thread_barrier()
-    slot = sums + (chunk.to(gl.int64) * T + first) * NUMBERS
-    _store_numbers(slot, of_outer, T - first, NUMBERS, N, MIXED)
-    if MIXED > 0:
-        _store_numbers(slot + N, of_inner, T - first, NUMBERS, MIXED, 0)
-
-
-@gluon.jit
-def _exchange(halves, totals):
-    """Put where all threads see them: of each token both halves of its sums, which two warps have."""
-    COUNT: gl.constexpr = len(totals)
-    LANES: gl.constexpr = totals[0].shape[1] // 2
-    halves.store(gl.sum(gl.reshape(join_last(totals), (GROUP, 2, LANES, COUNT)), 2))
-
-
-@gluon.jit
-def _store_numbers(slot, halves, count, NUMBERS: gl.constexpr, FIRST: gl.constexpr, SKIPPED: gl.constexpr):
-    """The sums of both halves, of tokens that may be more than `count`; behind the FIRST some numbers are skipped."""
-    COUNT: gl.constexpr = halves.shape[2]
-    layout: gl.constexpr = gl.BlockedLayout([1, 2, 1], [32 // COUNT, 1, COUNT], [8, 1, 1], [2, 1, 0])
-    total = gl.sum(halves.load(layout), 1)
-    t = gl.arange(0, GROUP, gl.SliceLayout(1, total.type.layout))[:, None]
-    k = gl.arange(0, COUNT, gl.SliceLayout(0, total.type.layout))[None, :]
-    gl.store(slot + t * NUMBERS + gl.where(k < FIRST, k, k + SKIPPED), total, mask=t < count)
 
 
 @gluon.jit(do_not_specialize=["T", "span"])
@@ -438,9 +335,10 @@ def streams_bwd_hopper_kernel(
             (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed, phi_loaded,
                         phi_free, read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums, first, T,
                         begin, end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH)),
-            (_load, (x, g, f, dx_in, x_slots, g_slots, f_slots, d_slots, loaded, free, first, begin, end, C, N)),
+            (load_steps, ((x, g), (f, dx_in), (x_slots, g_slots), (f_slots, d_slots), loaded, free, first, begin, end,
+                          C, N, SLOTS)),
             (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS)),
-            (_store, (dx, df, x_slots, f_slots, computed, free, first, begin, end, C, N)),
+            (store_steps, (dx, df, x_slots, f_slots, computed, free, first, begin, end, C, N, SLOTS)),
         ],
         [1, 1, 1],
         [COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
@@ -463,7 +361,7 @@ def write_streams_bwd(
     """As of `_streams_bwd`; phi has the layout above."""
     f, _, post, res = write
     T, N, C = tokens_of(x)
-    programs, chunk = cdiv(T, TOKENS), write_sums_width(C)
+    programs, chunk = cdiv(T, HOPPER_TOKENS), write_sums_width(C)
     span = streams_bwd_span(C, programs, x.device)
     numbers = N * (1 + (N if res is not None else 0) + need_read_weights)
     gradients = WriteGradients(

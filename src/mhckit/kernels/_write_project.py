@@ -42,6 +42,7 @@ from ._launch import (
     BFLOAT,
     FLOAT,
     HAS_GLUON,
+    HOPPER_TOKENS,
     PRECISION,
     ROWS,
     SUM_WIDTH,
@@ -338,8 +339,8 @@ def _project(
     form, programs, span = _form(args), cdiv(T, _launch_of(x, f, phi).block_t), width
     many = may_be_many and has_two_forms and leaves_idle(programs * cdiv(C, width), x.device)
     hopper = _hopper_form(args)
-    if _hopper is not None and hopper is not None:
-        hopper_programs = cdiv(T, _hopper.TOKENS)
+    if hopper is not None:
+        hopper_programs = cdiv(T, HOPPER_TOKENS)
         hopper_span = write_project_span(C, hopper_programs, x.device) if may_be_many else width
         if fills(hopper_programs * _slots(C, hopper_span), x.device):
             form, programs, many, span = hopper, hopper_programs, False, hopper_span

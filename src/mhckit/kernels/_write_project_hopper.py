@@ -31,44 +31,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ._descriptors import Tiles, tiled_arguments
 from ._device import bfloat16_parts, fold, load_per_token, one_below_the_other, rounded, sum_parts, write_stream
-from ._launch import MAX_PARTS, SUM_WIDTH
+from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, STREAM_TILE, load_steps, store_steps
+from ._launch import MAX_PARTS
 from ._partial_sums import CHAIN, channels_of_part, end_pairs, push
 
-# A tile of the streams is [tokens, channels], one of phi [rows, channels]. Two groups of tokens are a program's, two
-# tiles side by side a sum's, and four of phi, with their low parts, all that a dot takes.
-STREAM_TILE, PHI_ROWS = (32, 64), 8
-TOKENS, MAX_ROWS = 2 * STREAM_TILE[0], 4 * PHI_ROWS
-GROUP = gl.constexpr(STREAM_TILE[0])
-PANEL = gl.constexpr(STREAM_TILE[1])
-PANELS = gl.constexpr(SUM_WIDTH // STREAM_TILE[1])
+# Of a tile of phi [rows, channels]. Four of them are, with their low parts, all that a dot takes.
+PHI_ROWS = 8
+MAX_ROWS = 4 * PHI_ROWS
 PHI_TILE = gl.constexpr(PHI_ROWS)
 MOST_PARTS = gl.constexpr(MAX_PARTS)
 STEPS_IN_FLIGHT = gl.constexpr(3)
-# Registers for each thread of `project` and of the others; `write` has what is left of 64K.
+# For each thread of `project`; `write` has what the others leave of 64K.
 PROJECT_REGISTERS = gl.constexpr(176)
-COPY_REGISTERS = gl.constexpr(32)
-
-
-@gluon.jit
-def _place_of(step, first, begin):
-    """The first token and the first channel of a step."""
-    return first + step % 2 * GROUP, begin + step // 2 * (PANELS * PANEL)
-
-
-@gluon.jit
-def _load(x, f, x_slots, f_slots, loaded, free, first, begin, end, C: gl.constexpr, N: gl.constexpr):
-    for step in range((end - begin) // PANEL):
-        slot = step % STEPS_IN_FLIGHT
-        token, channel = _place_of(step, first, begin)
-        mbarrier.wait(free.index(slot), step // STEPS_IN_FLIGHT % 2 ^ 1)
-        arrived = loaded.index(slot)
-        mbarrier.expect(arrived, (N + 1) * GROUP * PANELS * PANEL * 2)
-        for i in gl.static_range(N):
-            for p in gl.static_range(PANELS):
-                tile = x_slots.index(slot * PANELS + p).slice(i * GROUP, GROUP)
-                tma.async_copy_global_to_shared(x, [token, i * C + channel + p * PANEL], arrived, tile)
-        for p in gl.static_range(PANELS):
-            tma.async_copy_global_to_shared(f, [token, channel + p * PANEL], arrived, f_slots.index(slot * PANELS + p))
 
 
 @gluon.jit
@@ -87,23 +61,6 @@ def _load_phi(
         for r in gl.static_range(TILES):
             at = [r * PHI_TILE, i * C + begin + piece * PANEL]
             tma.async_copy_global_to_shared(phi, at, arrived, pieces.index((slot * N + i) * TILES + r))
-
-
-@gluon.jit
-def _store(y, x_in, x_slots, f_slots, written, free, first, begin, end, C: gl.constexpr, N: gl.constexpr):
-    for step in range((end - begin) // PANEL):
-        slot = step % STEPS_IN_FLIGHT
-        token, channel = _place_of(step, first, begin)
-        mbarrier.wait(written.index(slot), step // STEPS_IN_FLIGHT % 2)
-        for i in gl.static_range(N):
-            for p in gl.static_range(PANELS):
-                tile = x_slots.index(slot * PANELS + p).slice(i * GROUP, GROUP)
-                tma.async_copy_shared_to_global(y, [token, i * C + channel + p * PANEL], tile)
-        if x_in is not None:
-            for p in gl.static_range(PANELS):
-                tma.async_copy_shared_to_global(x_in, [token, channel + p * PANEL], f_slots.index(slot * PANELS + p))
-        tma.store_wait(0)
-        mbarrier.arrive(free.index(slot), count=1)
 
 
 @gluon.jit
@@ -317,9 +274,9 @@ def write_project_hopper_kernel(
                       end, split, COLLAPSES, N)),
             (_project, (x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin,
                         end, split, PARTS, C, P, N, TILES, PIECES)),
-            (_load, (x, f, x_slots, f_slots, loaded, free, first, begin, end, C, N)),
+            (load_steps, ((x,), (f,), (x_slots,), (f_slots,), loaded, free, first, begin, end, C, N, STEPS_IN_FLIGHT)),
             (_load_phi, (phi, pieces, phi_loaded, phi_free, begin, end, C, N, TILES, PIECES)),
-            (_store, (y, x_in, x_slots, f_slots, written, free, first, begin, end, C, N)),
+            (store_steps, (y, x_in, x_slots, f_slots, written, free, first, begin, end, C, N, STEPS_IN_FLIGHT)),
         ],
         [4, 1, 1, 1],
         [PROJECT_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
