@@ -20,7 +20,6 @@ from mhckit.kernels._launch import (
     has_hopper_forms,
     phi_layout,
     streams_bwd_span,
-    token_chunks,
     write_sums_width,
 )
 from mhckit.kernels._pack import pack_phi
@@ -299,17 +298,3 @@ def test_how_many_channels_a_program_of_the_write_back_takes(tokens: int, channe
     assert write_sums_width(channels) == width and width % 128 == 0
     assert streams_bwd_span(channels, -(-tokens // 64), CPU) == span
     assert span % width == 0, "a sum is not shared"
-
-
-@pytest.mark.parametrize(("tokens", "rows", "columns", "chunks"), [
-    (8192, 24, 4 * 4096, 4),
-    (16384, 24, 4 * 2560, 6),  # not 8, which would be 1.2 waves
-    (10240, 24, 4 * 4096, 4),  # nor 5
-    (32768, 24, 4 * 2048, 16),
-    (4096, 24, 4 * 7168, 2),
-    (8192, 80, 8 * 4096, 1),
-    (1, 24, 4, 1),
-    (0, 0, 4096, 1),
-])  # fmt: skip
-def test_chunks_of_tokens(tokens: int, rows: int, columns: int, chunks: int) -> None:
-    assert token_chunks(tokens, rows, columns, CPU) == chunks

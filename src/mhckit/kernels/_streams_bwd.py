@@ -316,7 +316,7 @@ def hopper_phi_layout(x: Tensor, g: Tensor | None, dx_in: Tensor | None, write: 
         return None
     narrow = all(tensor.dtype == BFLOAT for tensor in (x, g, dx_in, write.f))
     (streams, channels), layout = x.shape[-2:], _hopper.phi_layout(rows)
-    fits = 0 < layout.rows <= _hopper.MAX_PARTS and channels % SUM_WIDTH == 0
+    fits = 0 < layout.rows <= _hopper.MAX_PART_ROWS and channels % SUM_WIDTH == 0
     return layout if narrow and streams == 4 and fits else None
 
 

@@ -65,7 +65,7 @@ from ._launcher import run
 
 # A tile of phi is [rows of parts, channels].
 PHI_TILE = (16, STREAM_TILE[1])
-MAX_PARTS = 4 * PHI_TILE[0]
+MAX_PART_ROWS = 4 * PHI_TILE[0]
 PART_ROWS = gl.constexpr(PHI_TILE[0])
 SLOTS = gl.constexpr(2)
 
@@ -213,9 +213,7 @@ def _compute(
     for step in range((end - begin) // PANEL):
         slot, group = step % SLOTS, step % 2
         t = first.to(gl.int64) + group * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, layout))
-        w, k, posts, mixes, collapsed = _coefficients(
-            read_weights, norm_share, k_share, k_more, post, res, t, T, N
-        )  # fmt: skip
+        w, k, posts, mixes, collapsed = _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N)
         left = dz if len(staged_dz) == 0 else _staged_dz(staged_dz[0], group, PARTS)
         mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
         for panel in range(PANELS):
