@@ -1,4 +1,5 @@
-"""Operators called again and again, without a GPU: which calls are repeated, and with which tensors.
+"""Operators called again and again, without a GPU: which calls are repeated, and with which tensors, by Python and by
+C++.
 
 Launches go to a driver that only notes them, so results are whatever was in memory.
 """
@@ -11,52 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from noting_driver import Driver, noting_driver
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import mhckit
 from mhckit import Recipe
-from mhckit.kernels import _launcher, _plan, _runtime
-from mhckit.ops import _register
-from mhckit.ops._known import Known
+from mhckit.kernels import _launcher, _plan
 from mhckit.testing import Call, make_call
 
 
-class Driver:
-    """What was launched, first and again: pointers and numbers."""
-
-    def __init__(self) -> None:
-        self.first: list[Any] = []
-        self.again: list[Any] = []
-
-    def run_now(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
-        self.first += [argument.data_ptr() for argument in args if isinstance(argument, Tensor)]
-        compiled = _launcher.Compiled(lambda *values: self.again.extend(values), (), ())
-        if (launches := _launcher._watching.launches) is not None:
-            launches.append(_launcher.Recorded(compiled, (*grid, 1, 1)[:3], args))
-
-    def forget(self) -> None:
-        self.first.clear()
-        self.again.clear()
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
-    driver = Driver()
-    used: list[Known] = []
-    keep = Known.keep
-    monkeypatch.setattr(Known, "keep", lambda self, *call: used.append(self) or keep(self, *call))
-    monkeypatch.setattr(_launcher, "run_now", driver.run_now)
-    monkeypatch.setattr(_runtime, "check", lambda device: None)
-    monkeypatch.setattr(_plan, "_may_repeat", lambda tensor: _launcher.goes_straight())
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    _register._load_kernel.cache_clear()
-    with mhckit.backend("triton"):
+@pytest.fixture(params=["python", "c++"])
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    with noting_driver(monkeypatch, in_cpp=request.param == "c++") as driver:
         yield driver
-    _register._load_kernel.cache_clear()
-    for known in used:
-        known._kinds.clear()
 
 
 def _call(operator: str = "junction", seed: int = 0) -> Call:

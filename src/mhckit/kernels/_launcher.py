@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from . import _autotune
 from ._compilers import Launch, compile_together, longest_first
-from ._descriptors import described, describing
+from ._descriptors import Tiles, described, describing, tiled_arguments
 
 _INT32_MAX = 2**31 - 1
 
@@ -31,12 +31,23 @@ _INT32_MAX = 2**31 - 1
 observer: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None] | None = None
 
 
+class Binary(NamedTuple):
+    """A kernel as the driver itself takes it."""
+
+    function: int
+    settings: tuple[int, int, bool]  # threads; bytes of shared memory; may begin while the launch before it ends
+    types: tuple[str, ...]  # Triton's, of all arguments
+    maps: tuple[dict[str, Any], ...]  # what Triton knows of those among them that are described
+    tiles_of: Callable[[tuple[Any, ...]], dict[int, Tiles]]  # from the arguments of a launch
+
+
 class Compiled(NamedTuple):
-    """A kernel as the driver takes it: ``run(*grid, stream, *settings, *args, *constants)``."""
+    """A kernel as Triton's launcher takes it: ``run(*grid, stream, *settings, *args, *constants)``."""
 
     run: Callable[..., None]
     settings: tuple[Any, ...]
     constants: tuple[Any, ...]
+    binary: Binary | None = None  # where it can be launched without Triton
 
 
 class Recorded(NamedTuple):
@@ -146,7 +157,7 @@ def repeat(launches: list[tuple[Compiled, tuple[int, int, int], tuple[Any, ...]]
     pointers, numbers and None.
     """
     stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
-    for (run, settings, constants), grid, args in launches:
+    for (run, settings, constants, _binary), grid, args in launches:
         run(*grid, stream, *settings, *args, *constants)
 
 
@@ -184,7 +195,21 @@ def _remember(kernel: JITFunction, compiled: Any, args: tuple[Any, ...], constan
     # All that Triton 3.6 does in Python here is to allocate scratch memory, which this kernel does not need.
     scratch = (None, None)
     settings = (function, launcher.launch_cooperative_grid, launcher.launch_pdl, *scratch, *metadata_and_hooks)
-    return Compiled(describing(launcher.launch, kernel, len(settings), constants), settings, rest)
+    run = describing(launcher.launch, kernel, len(settings), constants)
+    return Compiled(run, settings, rest, _binary(kernel, compiled, constants))
+
+
+def _binary(kernel: JITFunction, compiled: Any, constants: dict[str, Any]) -> Binary | None:
+    warps, blocks_of_a_cluster, shared_bytes = compiled.packed_metadata
+    if blocks_of_a_cluster != 1 or compiled.run.launch_cooperative_grid:
+        return None
+    types = tuple(compiled.src.signature.values())
+    maps = tuple(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    if len(maps) != sum(kind.startswith("tensordesc") for kind in types):
+        return None
+    tiles_of = tiled_arguments.get(kernel.__name__, lambda args, constants: {})
+    settings = (32 * warps, shared_bytes, bool(compiled.run.launch_pdl))
+    return Binary(compiled.function, settings, types, maps, lambda args: tiles_of(args, constants))
 
 
 def _key(kernel: JITFunction, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:

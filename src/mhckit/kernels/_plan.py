@@ -9,6 +9,7 @@ compiled stops, and is made once more when all of them are.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from mhckit.ops._register import allocations
 
-from . import _launcher
+from . import _launcher, _native
 
 try:  # as compiled code allocates, in half of the time
     from torch._C._dynamo.guards import _empty_strided_cuda
@@ -38,6 +39,7 @@ class _Launch(NamedTuple):
     kernel: _launcher.Compiled
     grid: tuple[int, int, int]
     pick: Callable[[list[Any]], tuple[Any, ...]]
+    parameters: tuple[Any, ...] | None  # for C++, where it can launch the kernel
 
 
 class _Layout(NamedTuple):
@@ -46,7 +48,8 @@ class _Layout(NamedTuple):
     dtype: torch.dtype
 
 
-class Plan(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Plan:
     """The values of a call are, in this order: pointers to its tensors, to the results, into the buffer; constants."""
 
     device: torch.device
@@ -70,7 +73,7 @@ class Plan(NamedTuple):
             start = values.pop()
             values += [start + offset for offset in self.offsets]
         values += self.constants
-        _launcher.repeat([(kernel, grid, pick(values)) for kernel, grid, pick in self.launches])
+        _launcher.repeat([(kernel, grid, pick(values)) for kernel, grid, pick, _ in self.launches])
         if self.alone:
             return allocated[0]
         if none_for_absent:
@@ -79,6 +82,31 @@ class Plan(NamedTuple):
 
     def _absent(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype, device=self.device)
+
+    def native(self) -> tuple[Any, Any] | None:
+        """mhckit.native's module and this plan as it takes it; None where, or as long as, there is none."""
+        module = _native.module(self.device)
+        return None if module is None or self._in_cpp is None else (module, self._in_cpp)
+
+    @functools.cached_property
+    def _in_cpp(self) -> Any:
+        launches = []
+        for launch in self.launches:
+            binary = launch.kernel.binary
+            if binary is None or launch.parameters is None:
+                return None
+            launches.append((binary.function, launch.grid, *binary.settings, launch.parameters))
+        module = _native.module(self.device)
+        results, buffer = self.layouts, 0
+        if self.offsets:
+            *results, (size, _stride, _dtype) = self.layouts
+            buffer = size[0]
+        assert module is not None
+        return module.plan(self.device, tuple(map(tuple, results)), self.offsets, buffer, tuple(launches))
+
+    @staticmethod
+    def goes_straight() -> bool:
+        return _launcher.goes_straight()
 
 
 _UNSEEN: Any = object()
@@ -206,7 +234,8 @@ def _plan(
             else:
                 constants.append(0 if isinstance(argument, Tensor) else argument)
                 chosen.append(len(slots) + len(constants) - 1)
-        picks.append(_Launch(launch.kernel, launch.grid, _picker(chosen)))
+        parameters = _native.parameters(launch, chosen, len(slots))
+        picks.append(_Launch(launch.kernel, launch.grid, _picker(chosen), parameters))
     index = {id(tensor): position for position, tensor in enumerate(kept)}
     layouts = [_Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in kept]
     if end:

@@ -32,6 +32,7 @@ from torch.autograd import forward_ad
 
 from mhckit.recipe import Recipe
 
+from ._calls import Calls, note_outputs, note_repeated
 from ._check import DTYPES
 from ._known import PLAIN_TENSORS, Known, is_eager
 
@@ -178,6 +179,7 @@ class Operator(torch.autograd.Function):
 
     results: int | None = None  # so many outputs, the first, are results; None for all
     _apply_eagerly: Callable[..., Any]
+    _calls: Callable[..., Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -185,15 +187,16 @@ class Operator(torch.autograd.Function):
         forward: Any = cls.forward
         forward.__signature__ = inspect.signature(forward)
         cls._apply_eagerly = _eager_apply(cls)
+        cls._calls = _calls(cls)
 
     @classmethod
     def call(cls, *args: Any) -> Any:
         """``apply``, or less of it: the results alone, and without autograd where nothing is to be differentiated."""
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return cls.apply(*args)
-        if torch.is_grad_enabled() or getattr(forward_ad, "_current_level", 0) >= 0:
+        if getattr(forward_ad, "_current_level", 0) >= 0:
             return cls._apply_eagerly(*args)
-        return cls.forward(*args)
+        return cls._calls(*args)
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
@@ -214,16 +217,39 @@ def _eager_apply(operator: type[Operator]) -> Callable[..., Any]:
     One that does can save tensors that it does not return, and each that autograd need not look after saves time.
     Function.apply itself would only bind the arguments for those transforms.
     """
-    count, save = operator.results, getattr(operator, "save", operator.setup_context)
+    count, save = operator.results, _save_of(operator)
 
     def forward(ctx: Any, *args: Any) -> Any:
         outputs = operator.forward(*args)
+        note_outputs(outputs)
         save(ctx, args, outputs)
         return outputs if count is None else outputs[:count]
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(operator.backward)}
     eager = torch.autograd.function.FunctionMeta(operator.__name__, (torch.autograd.Function,), methods)
     return super(torch.autograd.Function, eager).apply  # type: ignore[misc]
+
+
+def _calls(operator: type[Operator]) -> Callable[..., Any]:
+    """Eager calls outside of transforms: in Python, and in C++ where one is like those before it."""
+
+    def in_python(*args: Any) -> Any:
+        if torch.is_grad_enabled():
+            return operator._apply_eagerly(*args)
+        outputs = operator.forward(*args)
+        note_outputs(outputs)
+        return outputs
+
+    parameters = inspect.signature(operator.forward).parameters.values()
+    tensors = sum("Tensor" in str(parameter.annotation) for parameter in parameters)
+    if not tensors:
+        return in_python
+    name = f"{operator.__name__}Backward"
+    return Calls(name, tensors, operator.results, in_python, _save_of(operator), operator.backward)
+
+
+def _save_of(operator: type[Operator]) -> Callable[[Any, tuple[Any, ...], Any], None]:
+    return getattr(operator, "save", operator.setup_context)
 
 
 class _Backward(Operator):
@@ -278,9 +304,11 @@ class _Kernel:
     def run_directly(self, args: tuple[Any, ...]) -> Any:
         """Results, or None for what is absent; None in place of all where only the dispatcher knows what to do."""
         result = self._repeat(args, none_for_absent=True)
-        if result is None and all(_is_plain(tensor) for tensor in args[: self.tensors] if tensor is not None):
+        if result is not None:
+            return result
+        if all(_is_plain(tensor) for tensor in args[: self.tensors] if tensor is not None):
             return self._work_out(args, none_for_absent=True)
-        return result
+        return None
 
     def _repeat(self, args: tuple[Any, ...], *, none_for_absent: bool) -> Any:
         tensors = args[: self.tensors]
@@ -288,7 +316,10 @@ class _Kernel:
         if plan is None:
             return None
         with _current(plan.device):
-            return plan.repeat(tensors, none_for_absent=none_for_absent)
+            result = plan.repeat(tensors, none_for_absent=none_for_absent)
+        if result is not None and none_for_absent:
+            note_repeated(tensors, plan, result)
+        return result
 
     def _work_out(self, args: tuple[Any, ...], *, none_for_absent: bool) -> Any:
         device = _device_of(args)

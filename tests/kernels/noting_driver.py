@@ -1,0 +1,95 @@
+"""Kernels that are launched without a GPU: a driver that notes with what, and computes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mhckit
+from mhckit.kernels import _launcher, _native, _plan, _runtime
+from mhckit.ops import _register
+from mhckit.ops._calls import Calls
+from mhckit.ops._known import Known
+
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
+OUT_OF_RESOURCES = 701
+
+
+class Driver:
+    """What was launched, first and again: pointers and numbers. ``in_cpp`` counts launches that C++ made of them."""
+
+    def __init__(self) -> None:
+        self.first: list[Any] = []
+        self.again: list[Any] = []
+        self.in_cpp = 0
+        self.answer = 0
+        self.launch = _LAUNCH(self._launch)
+        self._parameters: list[int] = [0]  # of each kernel, by the function that stands for it: none is 0
+
+    def run_now(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        self.first += [argument.data_ptr() for argument in args if isinstance(argument, Tensor)]
+        types = tuple(_type(argument) for argument in args)
+        self._parameters.append(len(types) - types.count("constexpr"))
+        settings = (128, 0, False)
+        binary = _launcher.Binary(len(self._parameters) - 1, settings, types, (), lambda args: {})
+        compiled = _launcher.Compiled(lambda *values: self.again.extend(values), (), (), binary)
+        if (launches := _launcher._watching.launches) is not None:
+            launches.append(_launcher.Recorded(compiled, (*grid, 1, 1)[:3], args))
+
+    def _launch(self, _config: int, function: int, parameters: Any) -> int:
+        self.in_cpp += 1
+        for position in range(self._parameters[function]):
+            self.again.append(ctypes.cast(parameters[position], ctypes.POINTER(ctypes.c_uint64)).contents.value)
+        return self.answer
+
+    def forget(self) -> None:
+        self.first.clear()
+        self.again.clear()
+        self.in_cpp = 0
+
+
+def _type(argument: Any) -> str:
+    if argument is None:
+        return "constexpr"
+    return "*fp32" if isinstance(argument, Tensor) else "i64" if isinstance(argument, int) else "fp32"
+
+
+def native() -> ModuleType:
+    """The module in C++, compiled where it is not."""
+    library = _native.library()
+    module = library.module(wait=True)
+    assert module is not None, library.problem
+    return module
+
+
+@contextlib.contextmanager
+def noting_driver(monkeypatch: pytest.MonkeyPatch, *, in_cpp: bool) -> Iterator[Driver]:
+    driver = Driver()
+    module = native() if in_cpp else None
+    if module is not None:
+        module.setup(ctypes.cast(driver.launch, ctypes.c_void_p).value, 0, 0, 0)
+    used: list[Known] = []
+    keep = Known.keep
+    monkeypatch.setattr(Known, "keep", lambda self, *call: used.append(self) or keep(self, *call))
+    monkeypatch.setattr(_native, "module", lambda device: module)
+    monkeypatch.setattr(_launcher, "run_now", driver.run_now)
+    monkeypatch.setattr(_runtime, "check", lambda device: None)
+    monkeypatch.setattr(_plan, "_may_repeat", lambda tensor: _launcher.goes_straight())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    _register._load_kernel.cache_clear()
+    with mhckit.backend("triton"):
+        yield driver
+    _register._load_kernel.cache_clear()
+    for known in used:
+        known._kinds.clear()
+    for operator in _register.Operator.__subclasses__():
+        if isinstance(operator._calls, Calls):
+            operator._calls.forget()
