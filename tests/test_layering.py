@@ -13,12 +13,13 @@ import mhckit
 
 PACKAGE = Path(mhckit.__file__).parent
 
-# cli -> doctor, bench, train, inspect -> modules -> ops -> (lazily) kernels; doctor -> bench; inspect -> train;
-# integrations, compat -> modules; report: pages, imports nothing.
+# cli -> doctor, bench, train, inspect -> modules -> ops -> (lazily) kernels -> native; doctor -> bench;
+# inspect -> train; integrations, compat -> modules; report: pages, imports nothing.
 MAY_IMPORT: dict[str, set[str]] = {
     "recipe": set(),
     "ops": {"recipe"},
-    "kernels": {"ops", "recipe"},
+    "native": set(),
+    "kernels": {"native", "ops", "recipe"},
     "modules": {"ops", "recipe"},
     "distributed": {"modules", "ops", "recipe"},
     "models": {"modules", "recipe"},
@@ -38,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 THIRD_PARTY: dict[str, set[str]] = {
     "recipe": set(),
     "ops": {"torch"},
+    "native": {"torch"},
     "kernels": {"torch", "triton"},
     "modules": {"torch"},
     "distributed": {"torch"},
@@ -56,8 +58,8 @@ THIRD_PARTY: dict[str, set[str]] = {
     "__main__": set(),
     "": set(),
 }
-# Read a switch and a folder's name from the environment; writes files to the disk for good.
-MAY_USE_OS = ("_autotune.py", "shipped.py", "atomic.py")
+# Read switches, a folder's and a compiler's name from the environment; writes files to the disk for good.
+MAY_USE_OS = ("_autotune.py", "_build.py", "_native.py", "shipped.py", "atomic.py")
 
 
 def _area(path: Path) -> str:

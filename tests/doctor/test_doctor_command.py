@@ -20,7 +20,8 @@ from mhckit.doctor.selftest import Size
 from mhckit.testing import OPERATORS
 
 examine_module = sys.modules["mhckit.doctor.examine"]
-EXAMINED = ["GPU", "mhckit", "torch", "Triton", "C compiler", "extras", "settings", "CUDA tensors", "CPU tensors"]
+INSTALLED = ["mhckit", "torch", "Triton", "C compiler", "host code", "extras"]
+EXAMINED = ["GPU", *INSTALLED, "settings", "CUDA tensors", "CPU tensors"]
 
 
 @pytest.fixture(autouse=True)

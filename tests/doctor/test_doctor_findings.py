@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import sys
@@ -19,7 +20,13 @@ from mhckit.doctor import settings, triton_here, versions
 from mhckit.doctor.gpu import GIB, Gpu, gpu_finding
 from mhckit.doctor.paths import INTERPRETER, KERNELS, RAISES, REFERENCE, path_finding, path_findings
 from mhckit.doctor.triton_here import Triton, installed_triton, major_and_minor
-from mhckit.doctor.versions import compiler_finding, extras_finding, torch_finding, triton_finding
+from mhckit.doctor.versions import (
+    compiler_finding,
+    extras_finding,
+    host_code_finding,
+    torch_finding,
+    triton_finding,
+)
 from mhckit.testing import OPERATORS
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +100,30 @@ def test_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     build.cc = None
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert compiler_finding(GOOD, GPU).status == "failed" and "install gcc" in compiler_finding(GOOD, GPU).advice
+
+
+class _Library:
+    problem = "no C++ compiler\nat all"
+    compiled: object = None
+
+    def module(self, *, wait: bool) -> object:
+        assert wait
+        return self.compiled
+
+
+def test_host_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    native, library = importlib.import_module("mhckit.kernels._native"), _Library()
+    monkeypatch.setattr(native, "library", lambda: library)
+    assert host_code_finding(GOOD, None).status == host_code_finding(NONE, GPU).status == "skipped"
+    without = host_code_finding(GOOD, GPU)
+    assert (without.status, without.seen) == (
+        "warning",
+        "does not compile: no C++ compiler",
+    ) and "g++" in without.advice
+    library.compiled = object()
+    assert (host_code_finding(GOOD, GPU).status, host_code_finding(GOOD, GPU).seen) == ("ok", "compiled")
+    monkeypatch.setenv("MHCKIT_NATIVE", "0")
+    assert host_code_finding(GOOD, GPU).status == "ok" and "in Python" in host_code_finding(GOOD, GPU).seen
 
 
 def test_extras(monkeypatch: pytest.MonkeyPatch) -> None:

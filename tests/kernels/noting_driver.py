@@ -93,3 +93,5 @@ def noting_driver(monkeypatch: pytest.MonkeyPatch, *, in_cpp: bool) -> Iterator[
     for operator in _register.Operator.__subclasses__():
         if isinstance(operator._calls, Calls):
             operator._calls.forget()
+    if module is not None and torch.cuda.is_available():  # for the tests that come after, on a GPU
+        _native.set_up(module)

@@ -11,7 +11,14 @@ from .selftest import self_test
 from .settings import settings_finding
 from .speed import speed_findings
 from .triton_here import installed_triton
-from .versions import compiler_finding, extras_finding, mhckit_finding, torch_finding, triton_finding
+from .versions import (
+    compiler_finding,
+    extras_finding,
+    host_code_finding,
+    mhckit_finding,
+    torch_finding,
+    triton_finding,
+)
 
 
 def examine(progress: Callable[[str], None] = lambda what: None) -> list[Finding]:
@@ -47,6 +54,7 @@ def _installed(gpu: Gpu | None) -> Iterator[Finding]:
     yield torch_finding()
     yield triton_finding(triton, gpu)
     yield compiler_finding(triton, gpu)
+    yield host_code_finding(triton, gpu)
     yield extras_finding()
     yield settings_finding(triton, gpu)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 import shutil
 import sysconfig
@@ -72,6 +73,21 @@ def compiler_finding(triton: Triton, gpu: Gpu | None) -> Finding:
         advice = "install Python's headers (python3-dev): Triton compiles with them"
         return Finding("C compiler", "warning", f"{found}, but there is no Python.h", advice)
     return Finding("C compiler", "ok", found)
+
+
+def host_code_finding(triton: Triton, gpu: Gpu | None) -> Finding:
+    """C++ for the host's share of eager calls, compiled once; without it Python does the same in twice the time."""
+    if gpu is None or not triton.usable:
+        return Finding("host code", "skipped", "C++ for eager calls, on a GPU alone")
+    native = importlib.import_module("mhckit.kernels._native")
+    if not native.is_wanted(torch.device("cuda")):
+        return Finding("host code", "ok", "not used here: eager calls are made in Python")
+    library = native.library()
+    if library.module(wait=True) is not None:
+        return Finding("host code", "ok", "compiled")
+    seen = f"does not compile: {(library.problem.splitlines() or [''])[0]}"
+    advice = "install g++, or set CXX to a C++ compiler; until then eager calls take the host twice as long"
+    return Finding("host code", "warning", seen, advice)
 
 
 def extras_finding() -> Finding:

@@ -27,6 +27,9 @@ from ._descriptors import Tiles, described, describing, tiled_arguments
 
 _INT32_MAX = 2**31 - 1
 
+# How a kernel is handed its arguments is known of one version of Triton.
+KNOWS_LAUNCHES = triton.__version__.startswith("3.6.")
+
 # Tools that look at launches put a function here; it gets (kernel, grid, args, constants) in place of the launch.
 observer: Callable[[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]], None] | None = None
 
@@ -189,7 +192,7 @@ def _remember(kernel: JITFunction, compiled: Any, args: tuple[Any, ...], constan
     rest = tuple(constants[name] for name in kernel.arg_names[len(args) :])
     launcher, function = compiled.run, compiled.function
     metadata_and_hooks = (compiled.packed_metadata, None, None, None)
-    if not triton.__version__.startswith("3.6.") or launcher.global_scratch_size or launcher.profile_scratch_size:
+    if not KNOWS_LAUNCHES or launcher.global_scratch_size or launcher.profile_scratch_size:
         settings = (function, *metadata_and_hooks)
         return Compiled(describing(launcher, kernel, len(settings), constants), settings, rest)
     # All that Triton 3.6 does in Python here is to allocate scratch memory, which this kernel does not need.

@@ -18,7 +18,7 @@ from torch import Tensor
 from mhckit.native import Library
 
 from . import shipped
-from ._launcher import Recorded
+from ._launcher import KNOWS_LAUNCHES, Recorded
 
 # Formats of numbers, by Triton's types; each takes eight bytes, of which a kernel reads its own, the first.
 _FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
@@ -27,13 +27,14 @@ _HOST_TYPES = {8: 10, 9: 8, 10: 9}
 
 
 def module(device: torch.device) -> ModuleType | None:
-    """Where it is not compiled yet, this begins to; ``MHCKIT_NATIVE=0`` does without."""
-    if device.type != "cuda" or torch.version.hip or os.environ.get("MHCKIT_NATIVE") == "0":
-        return None
-    found = library().module()
-    if found is not None:
-        _set_up(found)
-    return found
+    """mhckit.native's C++; None where it is not wanted, and until it is compiled, which this begins."""
+    return library().module() if is_wanted(device) else None
+
+
+def is_wanted(device: torch.device) -> bool:
+    """``MHCKIT_NATIVE=0`` does without."""
+    is_ours = device.type == "cuda" and not torch.version.hip and KNOWS_LAUNCHES
+    return is_ours and os.environ.get("MHCKIT_NATIVE") != "0"
 
 
 @functools.cache
@@ -41,11 +42,13 @@ def library() -> Library:
     """In the folder of compiled kernels that was shipped, if there is one, or in Triton's own."""
     own, given = Path(triton.knobs.cache.dir), shipped.folder()
     include = Path(triton.__file__).parent / "backends/nvidia/include"
-    return Library([own] if given is None else [given, own], include)
+    return Library([own] if given is None else [given, own], include, set_up)
 
 
-@functools.cache
-def _set_up(found: ModuleType) -> None:
+def set_up(found: ModuleType) -> None:
+    """Tell it where the functions are that it calls, if there is a GPU to call them for."""
+    if not torch.cuda.is_available():
+        return
     driver = ctypes.CDLL("libcuda.so.1")
     torch_cuda = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cuda.so"))
     functions = (

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
-from . import _autotune, _launcher
+from . import _autotune, _launcher, _native
 from ._compilers import compile_together, longest_first
 
 
@@ -93,6 +93,7 @@ def compile_launches(launches: Iterable[Launch], device: torch.device, workers: 
 
 
 def _compile_launches(launches: Iterable[Launch], device: torch.device, workers: int | None) -> Counts:
+    _native.module(device)  # compiled beside the kernels, and not waited for
     tunes = _autotune.is_enabled()
     wanted = _candidates(launches) if tunes else launches
     with _cache_hits() as hits:

@@ -11,7 +11,7 @@ import subprocess
 import sysconfig
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -32,12 +32,13 @@ out="$0" busy="$1"; shift
 
 
 class Library:
-    """The compiled C++: in one of some folders, or compiled into the last of them."""
+    """The compiled C++: in one of some folders, or compiled into the last of them; set_up gets it when it is loaded."""
 
-    def __init__(self, folders: Sequence[Path], cuda_include: Path) -> None:
+    def __init__(self, folders: Sequence[Path], cuda_include: Path, set_up: Callable[[ModuleType], None]) -> None:
         self.problem = ""  # why there is none
         self._folders = folders
         self._cuda_include = cuda_include
+        self._set_up = set_up
         self._module: ModuleType | None = None
         self._lock = threading.Lock()
         self._begun = False
@@ -53,7 +54,7 @@ class Library:
                 while wait and self._module is None and not self.problem:
                     time.sleep(0.1)
                     self._look()
-            except (OSError, ImportError, subprocess.SubprocessError) as error:
+            except (OSError, AttributeError, ImportError, subprocess.SubprocessError) as error:
                 self.problem = str(error)
             self._next_look = time.monotonic() + LOOK_EVERY
         return self._module
@@ -64,7 +65,9 @@ class Library:
         is_busy = busy.exists() and time.time() - busy.stat().st_mtime < DIED
         path = next((path for path in paths if path.exists()), None)  # looked for last: it is there before busy is gone
         if path is not None:
-            self._module = _load(path)
+            module = _load(path)
+            self._set_up(module)
+            self._module = module
         elif self._begun and not is_busy:
             self.problem = _last_words(paths[-1])
         elif not self._begun:
