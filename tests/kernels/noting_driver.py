@@ -20,16 +20,20 @@ from mhckit.ops._known import Known
 
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p))
 OUT_OF_RESOURCES = 701
+_repeat = _plan.Plan.repeat
 
 
 class Driver:
-    """What was launched, first and again: pointers and numbers. ``in_cpp`` counts launches that C++ made of them."""
+    """What was launched, first and again: pointers and numbers. ``in_cpp`` counts launches of calls that C++ itself
+    recognised.
+    """
 
     def __init__(self) -> None:
         self.first: list[Any] = []
         self.again: list[Any] = []
         self.in_cpp = 0
         self.answer = 0
+        self.asked_by_python = False
         self.launch = _LAUNCH(self._launch)
         self._parameters: list[int] = [0]  # of each kernel, by the function that stands for it: none is 0
 
@@ -44,10 +48,18 @@ class Driver:
             launches.append(_launcher.Recorded(compiled, (*grid, 1, 1)[:3], args))
 
     def _launch(self, _config: int, function: int, parameters: Any) -> int:
-        self.in_cpp += 1
+        self.in_cpp += not self.asked_by_python
         for position in range(self._parameters[function]):
             self.again.append(ctypes.cast(parameters[position], ctypes.POINTER(ctypes.c_uint64)).contents.value)
         return self.answer
+
+    def repeat(self, plan: _plan.Plan, *args: Any, **options: Any) -> Any:
+        """As a plan is repeated; one at a time, where several threads do."""
+        self.asked_by_python = True
+        try:
+            return _repeat(plan, *args, **options)
+        finally:
+            self.asked_by_python = False
 
     def forget(self) -> None:
         self.first.clear()
@@ -80,6 +92,7 @@ def noting_driver(monkeypatch: pytest.MonkeyPatch, *, in_cpp: bool) -> Iterator[
     monkeypatch.setattr(Known, "keep", lambda self, *call: used.append(self) or keep(self, *call))
     monkeypatch.setattr(_native, "module", lambda device: module)
     monkeypatch.setattr(_launcher, "run_now", driver.run_now)
+    monkeypatch.setattr(_plan.Plan, "repeat", lambda plan, *args, **options: driver.repeat(plan, *args, **options))
     monkeypatch.setattr(_runtime, "check", lambda device: None)
     monkeypatch.setattr(_plan, "_may_repeat", lambda tensor: _launcher.goes_straight())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)

@@ -226,11 +226,11 @@ def test_an_error_of_python_in_backward(driver: Driver, monkeypatch: pytest.Monk
         _backward(call.requires_grad()())
     outputs = call.requires_grad()()
 
-    def fail(*_args: Any) -> None:
+    def fail(*_args: Any, **_options: Any) -> None:
         raise ZeroDivisionError("of all things")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_launcher, "repeat", fail)
+        patch.setattr(driver, "repeat", fail)
         with pytest.raises(ZeroDivisionError, match="of all things"):
             _backward(outputs, retain_graph=True)
     _backward(outputs)

@@ -48,7 +48,7 @@ class _Layout(NamedTuple):
     dtype: torch.dtype
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Plan:
     """The values of a call are, in this order: pointers to its tensors, to the results, into the buffer; constants."""
 
@@ -59,13 +59,29 @@ class Plan:
     launches: tuple[_Launch, ...]
     returned: tuple[int | torch.dtype, ...]  # a result's number, or the dtype of one that is absent
     alone: bool  # one result, not a tuple of them
+    _native: tuple[Any, Any] | None = None
 
     def repeat(self, tensors: Sequence[Tensor | None], *, none_for_absent: bool) -> Any:
         """The results of a call of the same kind, with contiguous tensors. None where it cannot be repeated now: one
         of them is not aligned, another device is the current one, or launches are watched.
         """
-        values: list[Any] = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-        if functools.reduce(operator.or_, values) % 16 or not _may_launch(self.device):
+        if not _launcher.goes_straight():
+            return None
+        given = tuple([tensor for tensor in tensors if tensor is not None])
+        native = self.native()
+        results = self._run(given) if native is None else native[0].run(native[1], given)
+        if results is None:
+            return None
+        if self.alone:
+            return results[0]
+        if none_for_absent:
+            return tuple([results[which] if isinstance(which, int) else None for which in self.returned])
+        return tuple([results[which] if isinstance(which, int) else self._absent(which) for which in self.returned])
+
+    def _run(self, tensors: tuple[Tensor, ...]) -> list[Tensor] | None:
+        """In Python what mhckit.native does in C++."""
+        values: list[Any] = [tensor.data_ptr() for tensor in tensors]
+        if functools.reduce(operator.or_, values) % 16 or self.device.index != torch._C._cuda_getDevice():
             return None
         allocated = _allocate(self.layouts, self.device)
         values += [tensor.data_ptr() for tensor in allocated]
@@ -74,34 +90,29 @@ class Plan:
             values += [start + offset for offset in self.offsets]
         values += self.constants
         _launcher.repeat([(kernel, grid, pick(values)) for kernel, grid, pick, _ in self.launches])
-        if self.alone:
-            return allocated[0]
-        if none_for_absent:
-            return tuple([allocated[which] if isinstance(which, int) else None for which in self.returned])
-        return tuple([allocated[which] if isinstance(which, int) else self._absent(which) for which in self.returned])
+        return allocated
 
     def _absent(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype, device=self.device)
 
     def native(self) -> tuple[Any, Any] | None:
         """mhckit.native's module and this plan as it takes it; None where, or as long as, there is none."""
-        module = _native.module(self.device)
-        return None if module is None or self._in_cpp is None else (module, self._in_cpp)
+        if self._native is None:
+            module = _native.module(self.device)
+            plan = None if module is None else self._in_cpp(module)
+            self._native = None if plan is None else (module, plan)
+        return self._native
 
-    @functools.cached_property
-    def _in_cpp(self) -> Any:
+    def _in_cpp(self, module: Any) -> Any:
         launches = []
-        for launch in self.launches:
-            binary = launch.kernel.binary
-            if binary is None or launch.parameters is None:
+        for kernel, grid, _pick, parameters in self.launches:
+            if kernel.binary is None or parameters is None:
                 return None
-            launches.append((binary.function, launch.grid, *binary.settings, launch.parameters))
-        module = _native.module(self.device)
+            launches.append((kernel.binary.function, grid, *kernel.binary.settings, parameters))
         results, buffer = self.layouts, 0
         if self.offsets:
             *results, (size, _stride, _dtype) = self.layouts
             buffer = size[0]
-        assert module is not None
         return module.plan(self.device, tuple(map(tuple, results)), self.offsets, buffer, tuple(launches))
 
     @staticmethod
@@ -180,10 +191,6 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 def _may_repeat(tensor: Tensor) -> bool:
     return tensor.is_cuda and _launcher.goes_straight()
-
-
-def _may_launch(device: torch.device) -> bool:
-    return device.index == torch._C._cuda_getDevice() and _launcher.goes_straight()
 
 
 def _allocate(layouts: tuple[_Layout, ...], device: torch.device) -> list[Tensor]:

@@ -111,6 +111,31 @@ PyObject* plan(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+// run(plan, tensors): its results, or None where it cannot be run now
+PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  const auto& plan = inside<std::shared_ptr<const Plan>>(args[0], kPlan);
+  std::vector<at::Tensor> tensors, allocated;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[1]); ++i) {
+    tensors.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(args[1], i)));
+  }
+  {
+    pybind11::gil_scoped_release no_gil;
+    if (!plan->run(tensors, allocated)) {
+      allocated.clear();
+    }
+  }
+  if (allocated.empty()) {
+    Py_RETURN_NONE;
+  }
+  PyObject* results = PyTuple_New(allocated.size());
+  for (size_t i = 0; i < allocated.size(); ++i) {
+    PyTuple_SET_ITEM(results, i, THPVariable_Wrap(allocated[i]));
+  }
+  return results;
+  END_HANDLE_TH_ERRORS
+}
+
 // calls(number of tensors, name, ready)
 PyObject* calls(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
@@ -182,6 +207,7 @@ PyObject* forget(PyObject*, PyObject* args) {
 PyMethodDef methods[] = {
     {"setup", setup, METH_VARARGS, nullptr},
     {"plan", plan, METH_VARARGS, nullptr},
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL, nullptr},
     {"calls", calls, METH_VARARGS, nullptr},
     {"keep", keep, METH_VARARGS, nullptr},
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL, nullptr},
