@@ -46,7 +46,7 @@ def in_cpp(monkeypatch: pytest.MonkeyPatch) -> Counting:
     for operator in Operator.__subclasses__():
         if isinstance(operator._calls, Calls):
             monkeypatch.setattr(operator._calls, "_known", None)
-    monkeypatch.setattr(_native, "module", lambda device: counting)
+    monkeypatch.setattr(_native, "module", lambda device, wait=False: counting)
     return counting
 
 

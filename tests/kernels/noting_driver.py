@@ -90,7 +90,7 @@ def noting_driver(monkeypatch: pytest.MonkeyPatch, *, in_cpp: bool) -> Iterator[
     used: list[Known] = []
     keep = Known.keep
     monkeypatch.setattr(Known, "keep", lambda self, *call: used.append(self) or keep(self, *call))
-    monkeypatch.setattr(_native, "module", lambda device: module)
+    monkeypatch.setattr(_native, "module", lambda device, wait=False: module)
     monkeypatch.setattr(_launcher, "run_now", driver.run_now)
     monkeypatch.setattr(_plan.Plan, "repeat", lambda plan, *args, **options: driver.repeat(plan, *args, **options))
     monkeypatch.setattr(_runtime, "check", lambda device: None)

@@ -25,8 +25,8 @@ CALLS_BEFORE = 4
 
 
 def measure_host(operator: str, case: Case) -> list[dict[str, Any]]:
-    _native.library().module(wait=True)
     call = case.call(operator)
+    _native.module(torch.device("cuda"), wait=True)
     runs = _chain(call) if operator == "junction" else _single(call)
     links = LINKS if operator == "junction" else 1
     return [

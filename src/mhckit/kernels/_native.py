@@ -26,9 +26,9 @@ _FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f
 _HOST_TYPES = {8: 10, 9: 8, 10: 9}
 
 
-def module(device: torch.device) -> ModuleType | None:
-    """mhckit.native's C++; None where it is not wanted, and until it is compiled, which this begins."""
-    return library().module() if is_wanted(device) else None
+def module(device: torch.device, *, wait: bool = False) -> ModuleType | None:
+    """mhckit.native's C++; None where it is not wanted, and, unless waited for, until it is compiled: this begins."""
+    return library().module(wait=wait) if is_wanted(device) else None
 
 
 def is_wanted(device: torch.device) -> bool:

@@ -93,11 +93,12 @@ def compile_launches(launches: Iterable[Launch], device: torch.device, workers: 
 
 
 def _compile_launches(launches: Iterable[Launch], device: torch.device, workers: int | None) -> Counts:
-    _native.module(device)  # compiled beside the kernels, and not waited for
+    _native.module(device)  # is compiled beside the kernels
     tunes = _autotune.is_enabled()
     wanted = _candidates(launches) if tunes else launches
     with _cache_hits() as hits:
         kernels = compile_together(longest_first(wanted), device, workers, may_not_fit=tunes)
+    _native.module(device, wait=True)
     return Counts(len({id(kernel) for kernel in kernels}), hits.count(False), hits.count(True))
 
 

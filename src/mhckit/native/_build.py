@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 SOURCES = ("module.cpp", "call.h", "guard.h", "plan.h")
 NAME = "_mhckit_native"
 # Seconds: between looks for what is being compiled, and after which whoever compiles it must have died.
-LOOK_EVERY, DIED = 0.5, 600.0
+LOOK_EVERY, DIED = 0.5, 120.0
 
 # "$0" is the library, "$1" the file that says it is being compiled, the rest a compiler and what to give it. What is
 # compiled lies under its name only when it is complete, and is of use even if the process that wanted it has ended.
@@ -62,7 +62,7 @@ class Library:
     def _look(self) -> None:
         paths = [folder / f"mhckit-host-{_key()}.so" for folder in self._folders]
         busy = paths[-1].with_suffix(".busy")
-        is_busy = busy.exists() and time.time() - busy.stat().st_mtime < DIED
+        is_busy = _age(busy) < DIED
         path = next((path for path in paths if path.exists()), None)  # looked for last: it is there before busy is gone
         if path is not None:
             module = _load(path)
@@ -92,11 +92,20 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
+def _age(file: Path) -> float:
+    """In seconds; one that is not there is as old as can be."""
+    try:
+        return time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")
+
+
 def _begin(path: Path, busy: Path, cuda_include: Path) -> None:
     """Compile in a process of its own, which nobody waits for."""
     compiler = _compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
-    busy.unlink(missing_ok=True)  # of one that died
+    if _age(busy) >= DIED:
+        busy.unlink(missing_ok=True)
     try:
         busy.touch(exist_ok=False)
     except FileExistsError:  # another process was faster
