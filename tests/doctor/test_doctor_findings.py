@@ -114,6 +114,7 @@ class _Library:
 def test_host_code(monkeypatch: pytest.MonkeyPatch) -> None:
     native, library = importlib.import_module("mhckit.kernels._native"), _Library()
     monkeypatch.setattr(native, "library", lambda: library)
+    monkeypatch.setattr(native, "KNOWS_LAUNCHES", True)
     assert host_code_finding(GOOD, None).status == host_code_finding(NONE, GPU).status == "skipped"
     without = host_code_finding(GOOD, GPU)
     assert (without.status, without.seen) == (

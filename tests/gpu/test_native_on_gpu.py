@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from triton import knobs
 
 from mhckit.kernels import _native
+from mhckit.kernels._launcher import KNOWS_LAUNCHES
 from mhckit.ops._calls import Calls
 from mhckit.ops._register import Operator
 from mhckit.testing import Call, make_call
 
 DEVICE = torch.device("cuda")
+pytestmark = pytest.mark.skipif(not KNOWS_LAUNCHES, reason="launches without Triton, of one version of Triton")
 OPERATORS = ("activate", "coefficients", "expand", "head", "junction", "post", "pre", "project", "sinkhorn")
 
 
@@ -44,8 +47,8 @@ def in_cpp(monkeypatch: pytest.MonkeyPatch) -> Counting:
     native()
     counting = Counting(_native.module(DEVICE))
     for operator in Operator.__subclasses__():
-        if isinstance(operator._calls, Calls):
-            monkeypatch.setattr(operator._calls, "_known", None)
+        if isinstance(operator._eager_calls, Calls):
+            monkeypatch.setattr(operator._eager_calls, "_known", None)
     monkeypatch.setattr(_native, "module", lambda device, wait=False: counting)
     return counting
 
@@ -150,6 +153,21 @@ def test_on_another_stream(in_cpp: Counting) -> None:
         got = Call("post", call.recipe, call.tensors | {"x": late})()
     stream.synchronize()
     assert in_cpp.repeated == 1 + 1 and torch.equal(got[0], want["output 0"])
+
+
+def test_threads_that_have_done_nothing_on_the_gpu(in_cpp: Counting) -> None:
+    """They have no context of the driver's yet."""
+    call = _call()
+    want = _in_python(call)
+    results: list[dict[str, Tensor]] = []
+    torch.cuda.synchronize()
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: results.append(run(call, "triton")))
+        thread.start()
+        thread.join()
+    assert in_cpp.repeated == 4 and len(results) == 3
+    for result in results:
+        _assert_same(result, want)
 
 
 def test_in_a_graph(in_cpp: Counting) -> None:

@@ -86,7 +86,7 @@ def noting_driver(monkeypatch: pytest.MonkeyPatch, *, in_cpp: bool) -> Iterator[
     driver = Driver()
     module = native() if in_cpp else None
     if module is not None:
-        module.setup(ctypes.cast(driver.launch, ctypes.c_void_p).value, 0, 0, 0)
+        module.setup(ctypes.cast(driver.launch, ctypes.c_void_p).value, *[0] * 6)
     used: list[Known] = []
     keep = Known.keep
     monkeypatch.setattr(Known, "keep", lambda self, *call: used.append(self) or keep(self, *call))
@@ -104,7 +104,7 @@ def noting_driver(monkeypatch: pytest.MonkeyPatch, *, in_cpp: bool) -> Iterator[
     for known in used:
         known._kinds.clear()
     for operator in _register.Operator.__subclasses__():
-        if isinstance(operator._calls, Calls):
-            operator._calls.forget()
+        if isinstance(operator._eager_calls, Calls):
+            operator._eager_calls.forget()
     if module is not None and torch.cuda.is_available():  # for the tests that come after, on a GPU
         _native.set_up(module)

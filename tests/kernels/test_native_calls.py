@@ -13,7 +13,9 @@ import pytest
 import torch
 from noting_driver import OUT_OF_RESOURCES, Driver, noting_driver
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 
+import mhckit
 from mhckit import Recipe
 from mhckit.kernels import _launcher
 from mhckit.testing import Call, make_call
@@ -134,6 +136,35 @@ def test_second_derivatives_raise(driver: Driver) -> None:
     (gradient,) = torch.autograd.grad(outputs[0].float().sum(), leaves.tensors["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
         gradient.float().sum().backward()
+
+
+def test_compiled_autograd(driver: Driver) -> None:
+    """Where it is on in forward, nodes are Python's; where it is not, the error says what to do."""
+    enable = compiled_autograd._enable
+    call = _call("post")
+    _leaves, outputs = _known(call)
+    with enable(lambda graph: graph), pytest.raises(NotImplementedError, match="MHCKIT_NATIVE=0"):
+        _backward(outputs)
+    driver.forget()
+    with enable(lambda graph: graph):
+        outputs = call.requires_grad()()
+    assert driver.in_cpp == 0 and driver.again
+
+
+def test_anomalies_are_traced(driver: Driver) -> None:
+    call = _call("post")
+    _known(call)
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly(check_nan=False):
+        node: Any = call.requires_grad()()[0].grad_fn
+    assert any("test_native_calls" in line for line in node.metadata["traceback_"])
+
+
+def test_floats_that_float32_does_not_hold(driver: Driver) -> None:
+    x, pre, weight = torch.randn(6, 4, 8), torch.rand(6, 4), torch.ones(8)
+    for _ in range(3):
+        driver.forget()
+        mhckit.pre(x, pre, out_norm_weight=weight, out_norm_eps=1e39)
+    assert driver.in_cpp == 1 and 0x7F800000 in driver.again, "infinity"
 
 
 def test_hooks_for_saved_tensors(driver: Driver) -> None:

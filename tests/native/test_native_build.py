@@ -126,6 +126,48 @@ def test_an_error_of_the_compiler(folder: Path) -> None:
     assert ".so" not in _files(folder)
 
 
+@pytest.mark.parametrize(("words", "problem"), [("", "the compiler left no message"), ("\\377", "\ufffd")])
+def test_a_compiler_that_says_nothing_or_nothing_readable(words: str, problem: str, folder: Path) -> None:
+    _use_compiler(folder.parent, f"printf '{words}' >&2; exit 1")
+    library = _library(folder)
+    assert library.module(wait=True) is None and library.problem == problem
+
+
+def test_a_compiler_that_takes_too_long(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits gives up, and whoever comes later finds it."""
+    monkeypatch.setattr(_build, "DIED", 0.1)
+    library = _library(folder)
+    assert library.module(wait=True) is None and "not compiled in" in library.problem
+    time.sleep(0.5)
+    assert _library(folder).module() is not None
+
+
+def test_nobody_waits_for_the_output_of_the_compiler(folder: Path) -> None:
+    """A pipe that reads what a short process says ends with it."""
+    _use_compiler(folder.parent, "sleep 5")
+    code = f"""
+from pathlib import Path
+from mhckit.native import Library, _build
+_build._compiler = lambda: {str(folder.parent / "compiler")!r}
+Library([Path({str(folder)!r})], Path("/nowhere"), print).module()
+import time; print(time.time())
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert time.time() - float(done.stdout) < 4
+
+
+def test_a_call_does_not_wait_for_a_warm_up_that_does(folder: Path) -> None:
+    library = _library(folder)
+    waiting = threading.Thread(target=library.module, kwargs={"wait": True})
+    waiting.start()
+    time.sleep(0.1)
+    start = time.monotonic()
+    library._next_look = 0.0
+    assert library.module() is None and time.monotonic() - start < 0.1
+    waiting.join()
+    assert library.module() is not None
+
+
 def test_no_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setenv("PATH", "")
@@ -164,7 +206,7 @@ def test_other_sources_and_versions_are_other_libraries(tmp_path: Path, monkeypa
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     other_torch = _build._key()
     monkeypatch.undo()
-    for name in _build.SOURCES:
+    for name in (*_build.SOURCES, "_build.py"):
         (tmp_path / name).write_text((_build.HERE / name).read_text())
     monkeypatch.setattr(_build, "HERE", tmp_path)
     assert _build._key() == key

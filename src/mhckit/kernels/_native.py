@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -20,8 +19,14 @@ from mhckit.native import Library
 from . import shipped
 from ._launcher import KNOWS_LAUNCHES, Recorded
 
-# Formats of numbers, by Triton's types; each takes eight bytes, of which a kernel reads its own, the first.
-_FORMATS = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
+# Numbers in C, by Triton's types; each takes eight bytes, of which a kernel reads its own, the first.
+_NUMBERS: dict[str, Any] = {
+    "i1": ctypes.c_bool,
+    "i32": ctypes.c_int32,
+    "i64": ctypes.c_int64,
+    "fp32": ctypes.c_float,
+    "fp64": ctypes.c_double,
+}
 # Types of elements are counted differently where a kernel is compiled and where the driver describes a tensor.
 _HOST_TYPES = {8: 10, 9: 8, 10: 9}
 
@@ -32,7 +37,7 @@ def module(device: torch.device, *, wait: bool = False) -> ModuleType | None:
 
 
 def is_wanted(device: torch.device) -> bool:
-    """``MHCKIT_NATIVE=0`` does without."""
+    """``MHCKIT_NATIVE=0`` does without; what C++ has been told of already it goes on doing."""
     is_ours = device.type == "cuda" and not torch.version.hip and KNOWS_LAUNCHES
     return is_ours and os.environ.get("MHCKIT_NATIVE") != "0"
 
@@ -55,6 +60,9 @@ def set_up(found: ModuleType) -> None:
         driver.cuLaunchKernelEx,
         driver.cuTensorMapEncodeTiled,
         driver.cuGetErrorString,
+        driver.cuCtxGetCurrent,
+        driver.cuCtxSetCurrent,
+        driver.cuDevicePrimaryCtxRetain,
         torch_cuda.aoti_torch_get_current_cuda_stream,
     )
     found.setup(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
@@ -76,7 +84,7 @@ def parameters(launch: Recorded, chosen: Sequence[int], pointers: int) -> tuple[
             handed += _map(slot, tiles[position].shape, next(maps))
         elif kind.startswith("*"):
             handed.append(("pointer", slot) if slot < pointers else ("constant", 0))
-        elif kind in _FORMATS and not isinstance(argument, Tensor):
+        elif kind in _NUMBERS and not isinstance(argument, Tensor):
             handed.append(_constant(kind, argument))
         else:
             return None
@@ -84,7 +92,7 @@ def parameters(launch: Recorded, chosen: Sequence[int], pointers: int) -> tuple[
 
 
 def _constant(kind: str, value: Any) -> tuple[str, int]:
-    return "constant", int.from_bytes(struct.pack(f"<{_FORMATS[kind]}", value), "little")
+    return "constant", int.from_bytes(bytes(_NUMBERS[kind](value)), "little")
 
 
 def _map(slot: int, shape: tuple[int, int], known: dict[str, Any]) -> list[tuple[Any, ...]]:

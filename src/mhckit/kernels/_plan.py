@@ -59,7 +59,7 @@ class Plan:
     launches: tuple[_Launch, ...]
     returned: tuple[int | torch.dtype, ...]  # a result's number, or the dtype of one that is absent
     alone: bool  # one result, not a tuple of them
-    _native: tuple[Any, Any] | None = None
+    _taken: tuple[Any, ...] | None = None  # what `native` returns; () where C++ cannot take it
 
     def repeat(self, tensors: Sequence[Tensor | None], *, none_for_absent: bool) -> Any:
         """The results of a call of the same kind, with contiguous tensors. None where it cannot be repeated now: one
@@ -95,13 +95,12 @@ class Plan:
     def _absent(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype, device=self.device)
 
-    def native(self) -> tuple[Any, Any] | None:
+    def native(self) -> tuple[Any, ...] | None:
         """mhckit.native's module and this plan as it takes it; None where, or as long as, there is none."""
-        if self._native is None:
-            module = _native.module(self.device)
-            plan = None if module is None else self._in_cpp(module)
-            self._native = None if plan is None else (module, plan)
-        return self._native
+        if self._taken is None and (module := _native.module(self.device)) is not None:
+            plan = self._in_cpp(module)
+            self._taken = () if plan is None else (module, plan)
+        return self._taken or None
 
     def _in_cpp(self, module: Any) -> Any:
         launches = []

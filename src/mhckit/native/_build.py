@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -27,7 +28,7 @@ LOOK_EVERY, DIED = 0.5, 120.0
 # compiled lies under its name only when it is complete, and is of use even if the process that wanted it has ended.
 _COMPILE = """
 out="$0" busy="$1"; shift
-( "$@" -o "$busy.$$" 2> "$out.log" && mv -f "$busy.$$" "$out"; rm -f "$busy" ) > /dev/null &
+( "$@" -o "$busy.$$" 2> "$out.log" && mv -f "$busy.$$" "$out"; rm -f "$busy" ) > /dev/null 2>&1 &
 """
 
 
@@ -48,30 +49,34 @@ class Library:
         """None while it is being compiled, which the first call begins, and where it cannot be; wait: until it is."""
         if self._module is not None or self.problem or (not wait and time.monotonic() < self._next_look):
             return self._module
-        with self._lock:
+        if self._lock.acquire(blocking=wait):
             try:
                 self._look()
                 while wait and self._module is None and not self.problem:
                     time.sleep(0.1)
                     self._look()
-            except (OSError, AttributeError, ImportError, subprocess.SubprocessError) as error:
-                self.problem = str(error)
-            self._next_look = time.monotonic() + LOOK_EVERY
+            except Exception as error:  # whatever it is, Python does the same
+                self.problem = str(error) or type(error).__name__
+            finally:
+                self._next_look = time.monotonic() + LOOK_EVERY
+                self._lock.release()
         return self._module
 
     def _look(self) -> None:
         paths = [folder / f"mhckit-host-{_key()}.so" for folder in self._folders]
         busy = paths[-1].with_suffix(".busy")
-        is_busy = _age(busy) < DIED
+        age = _age(busy)
         path = next((path for path in paths if path.exists()), None)  # looked for last: it is there before busy is gone
         if path is not None:
             module = _load(path)
             self._set_up(module)
             self._module = module
-        elif self._begun and not is_busy:
+        elif self._begun and age is None:
             self.problem = _last_words(paths[-1])
+        elif self._begun and age is not None and age > DIED:
+            self.problem = f"it was not compiled in {DIED:.0f} s"
         elif not self._begun:
-            if not is_busy:
+            if age is None or age > DIED:
                 _begin(paths[-1], busy, self._cuda_include)
             self._begun = True  # by this process or another
 
@@ -79,7 +84,7 @@ class Library:
 def _key() -> str:
     """Of everything that a compiled library depends on."""
     facts = [torch.__version__, str(torch._C._GLIBCXX_USE_CXX11_ABI), str(sysconfig.get_config_var("SOABI"))]
-    texts = [(HERE / name).read_text() for name in SOURCES]
+    texts = [(HERE / name).read_text() for name in (*SOURCES, Path(__file__).name)]
     return hashlib.sha256("\0".join([*facts, *texts]).encode()).hexdigest()[:16]
 
 
@@ -92,20 +97,21 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def _age(file: Path) -> float:
-    """In seconds; one that is not there is as old as can be."""
+def _age(file: Path) -> float | None:
+    """In seconds; None of one that is not there."""
     try:
         return time.time() - file.stat().st_mtime
     except FileNotFoundError:
-        return float("inf")
+        return None
 
 
 def _begin(path: Path, busy: Path, cuda_include: Path) -> None:
     """Compile in a process of its own, which nobody waits for."""
     compiler = _compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
-    if _age(busy) >= DIED:
-        busy.unlink(missing_ok=True)
+    if (_age(busy) or 0) > DIED:
+        with contextlib.suppress(FileNotFoundError):  # one process takes it away, however many saw it
+            busy.rename(f"{busy}.{os.getpid()}")
     try:
         busy.touch(exist_ok=False)
     except FileExistsError:  # another process was faster
@@ -121,7 +127,8 @@ def _begin(path: Path, busy: Path, cuda_include: Path) -> None:
         f"-L{torch_root / 'lib'}",
         *("-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10"),
     ]
-    subprocess.run(["sh", "-c", _COMPILE, str(path), str(busy), *command], stdin=subprocess.DEVNULL, check=True)
+    shell = ["sh", "-c", _COMPILE, str(path), str(busy), *command]
+    subprocess.run(shell, stdin=subprocess.DEVNULL, start_new_session=True, check=True)
 
 
 def _compiler() -> str:
@@ -129,12 +136,13 @@ def _compiler() -> str:
     for name in (os.environ.get("CXX"), "g++", "/usr/bin/g++", "c++", "clang++"):
         path = shutil.which(name) if name else None
         if path is not None:
-            found = subprocess.run([path, "-print-file-name=libstdc++.so"], capture_output=True, text=True).stdout
-            if Path(found.strip()).is_absolute():
+            asked = subprocess.run([path, "-print-file-name=libstdc++.so"], capture_output=True)
+            if Path(os.fsdecode(asked.stdout).strip()).is_absolute():
                 return path
     raise FileNotFoundError("no C++ compiler with a shared libstdc++; CXX can name one")
 
 
 def _last_words(path: Path) -> str:
     log = Path(f"{path}.log")
-    return log.read_text()[:2000].strip() if log.exists() else "the compiler left no message"
+    words = log.read_text(errors="replace")[:2000].strip() if log.exists() else ""
+    return words or "the compiler left no message"

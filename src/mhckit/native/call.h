@@ -193,6 +193,12 @@ struct Backward : Node {
     }
   }
 
+  // No `override`: earlier torches declare it otherwise, and then theirs says that it is not implemented.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false, "compiled autograd does not know ", name(), ", which C++ made: set MHCKIT_NATIVE=0 in the environment");
+  }
+
   variable_list apply(variable_list&& gradients) override {
     variable_list values = std::move(gradients);
     for (size_t i = 0; i < values.size(); ++i) {
@@ -315,6 +321,7 @@ class Calls {
   }
 
   void forget() {
+    auto forgotten = std::move(kinds_);  // dropping a Python object may run Python, which may call
     kinds_.clear();
     count_ = 0;
   }

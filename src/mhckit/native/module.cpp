@@ -81,14 +81,17 @@ Launch launch_of(pybind11::handle description) {
   return launch;
 }
 
-// setup(launch, encode, explain, current_stream): addresses of functions, or 0
+// setup(launch, encode, explain, context, set_context, primary_context, current_stream): addresses of functions, or 0
 PyObject* setup(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   auto address = [&](size_t index) { return reinterpret_cast<void*>(item(args, index).cast<uint64_t>()); };
   driver.launch = reinterpret_cast<decltype(driver.launch)>(address(0));
   driver.encode = reinterpret_cast<decltype(driver.encode)>(address(1));
   driver.explain = reinterpret_cast<decltype(driver.explain)>(address(2));
-  driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(address(3));
+  driver.context = reinterpret_cast<decltype(driver.context)>(address(3));
+  driver.set_context = reinterpret_cast<decltype(driver.set_context)>(address(4));
+  driver.primary_context = reinterpret_cast<decltype(driver.primary_context)>(address(5));
+  driver.current_stream = reinterpret_cast<decltype(driver.current_stream)>(address(6));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

@@ -23,6 +23,9 @@ struct Driver {
   CUresult (*launch)(const CUlaunchConfig*, CUfunction, void**, void**) = nullptr;
   decltype(&cuTensorMapEncodeTiled) encode = nullptr;
   CUresult (*explain)(CUresult, const char**) = nullptr;
+  CUresult (*context)(CUcontext*) = nullptr;
+  CUresult (*set_context)(CUcontext) = nullptr;
+  CUresult (*primary_context)(CUcontext*, CUdevice) = nullptr;
   int32_t (*current_stream)(int32_t device, void** stream) = nullptr;
 };
 
@@ -37,6 +40,16 @@ inline void check(CUresult result, const char* what) {
     driver.explain(result, &reason);
   }
   TORCH_CHECK(false, "mhckit: ", what, ": ", reason ? reason : "no reason given", " (CUDA error ", int(result), ")");
+}
+
+// A thread that has done nothing on a GPU so far has no context, and the driver, unlike its runtime, makes it none.
+inline void need_context(c10::DeviceIndex device) {
+  CUcontext context = nullptr;
+  check(driver.context(&context), "no current context");
+  if (context == nullptr) {
+    check(driver.primary_context(&context, device), "no context of the device");
+    check(driver.set_context(context), "the context of the device cannot be made current");
+  }
 }
 
 using Values = c10::SmallVector<uint64_t, 64>;
@@ -75,7 +88,7 @@ struct Launch {
   std::vector<uint64_t> constants;
   std::vector<TensorMap> maps;
 
-  void make(const Values& values, CUstream stream) const {
+  void submit(const Values& values, CUstream stream) const {
     std::array<CUtensorMap, kMaxMaps> encoded;
     for (size_t i = 0; i < maps.size(); ++i) {
       maps[i].encode(values[maps[i].slot], encoded[i]);
@@ -143,16 +156,18 @@ struct Plan {
       }
     }
     void* stream = nullptr;
-    if (driver.current_stream != nullptr) {
+    if (device.is_cuda()) {
+      need_context(device.index());
       TORCH_CHECK(driver.current_stream(device.index(), &stream) == 0, "mhckit: no current stream");
     }
     for (const auto& launch : launches) {
-      launch.make(values, static_cast<CUstream>(stream));
+      launch.submit(values, static_cast<CUstream>(stream));
     }
     return true;
   }
 
  private:
+  // Without a GPU, in tests, launches are only noted.
   bool is_current() const {
     return device.is_cpu() || c10::impl::VirtualGuardImpl(device.type()).getDevice().index() == device.index();
   }

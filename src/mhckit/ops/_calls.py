@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -100,7 +101,7 @@ class Calls:
         self._backward = backward
         self._native: Any = None
         self._known: Any = None
-        self._goes_straight: Callable[[], bool] = bool
+        self._goes_straight: Callable[[], bool] = lambda: False
 
     def __call__(self, *args: Any) -> Any:
         if self._known is not None and self._ready():
@@ -120,7 +121,7 @@ class Calls:
 
     def _ready(self) -> bool:
         """Whether nobody wants to see what is called and launched."""
-        return is_eager() and self._goes_straight()
+        return is_eager() and self._goes_straight() and not _autograd_is_compiled()
 
     def _keep(self, args: tuple[Any, ...], call: Repeated) -> None:
         native = call.plan.native()
@@ -131,8 +132,10 @@ class Calls:
         outputs = (call.results,) if call.plan.alone else call.results
         context = Context()
         self._save(context, args, call.results)
-        saved = tuple([_origin(tensor, args, outputs) for tensor in context.saved_tensors])
+        saved = tuple([None if tensor is None else _origin(tensor, args, outputs) for tensor in context.saved_tensors])
         context.saved_tensors = ()
+        if _ELSEWHERE in saved:
+            return
         gives = tuple([which if isinstance(which, int) else -1 for which in call.plan.returned])
         if self._known is None:
             self._goes_straight = call.plan.goes_straight
@@ -178,12 +181,19 @@ def _positions(tensors: Sequence[Tensor], among: Sequence[Any]) -> tuple[int, ..
     return None if -1 in found else tuple(found)
 
 
-def _origin(tensor: Tensor | None, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[str, int] | None:
-    """Of what was saved: an argument, or an output."""
-    if tensor is None:
-        return None
+_ELSEWHERE = ("elsewhere", 0)
+
+
+def _origin(tensor: Tensor, args: Sequence[Any], outputs: Sequence[Any]) -> tuple[str, int]:
+    """Of what was saved: an argument, or an output; or only Python knows."""
     for kind, values in (("input", args), ("output", outputs)):
         for position, value in enumerate(values):
             if value is tensor:
                 return kind, position
-    raise AssertionError("what is saved for backward is an argument or an output")
+    return _ELSEWHERE
+
+
+def _autograd_is_compiled() -> bool:
+    """Compiled autograd traces Python's nodes, and C++'s only where they say how."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled is not None and bool(getattr(compiled, "compiled_autograd_enabled", False))

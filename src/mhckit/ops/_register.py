@@ -179,7 +179,7 @@ class Operator(torch.autograd.Function):
 
     results: int | None = None  # so many outputs, the first, are results; None for all
     _apply_eagerly: Callable[..., Any]
-    _calls: Callable[..., Any]
+    _eager_calls: Callable[..., Any]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -187,7 +187,7 @@ class Operator(torch.autograd.Function):
         forward: Any = cls.forward
         forward.__signature__ = inspect.signature(forward)
         cls._apply_eagerly = _eager_apply(cls)
-        cls._calls = _calls(cls)
+        cls._eager_calls = _eager_calls(cls)
 
     @classmethod
     def call(cls, *args: Any) -> Any:
@@ -196,7 +196,7 @@ class Operator(torch.autograd.Function):
             return cls.apply(*args)
         if getattr(forward_ad, "_current_level", 0) >= 0:
             return cls._apply_eagerly(*args)
-        return cls._calls(*args)
+        return cls._eager_calls(*args)
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
@@ -230,7 +230,7 @@ def _eager_apply(operator: type[Operator]) -> Callable[..., Any]:
     return super(torch.autograd.Function, eager).apply  # type: ignore[misc]
 
 
-def _calls(operator: type[Operator]) -> Callable[..., Any]:
+def _eager_calls(operator: type[Operator]) -> Callable[..., Any]:
     """Eager calls outside of transforms: in Python, and in C++ where one is like those before it."""
 
     def in_python(*args: Any) -> Any:
