@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from triton import knobs
 from triton.backends.nvidia.driver import CudaLauncher
 from triton.language import constexpr
 from triton.runtime.jit import JITFunction
 
-from mhckit.kernels import _autotune, _launcher
+from mhckit.kernels import _autotune, _launcher, _native
+from mhckit.kernels._descriptors import Tiles
 from mhckit.kernels._launch import write_project_launch
 
 
@@ -148,18 +148,25 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> CudaLauncher:
     return launcher
 
 
-def _remembered(launcher: CudaLauncher) -> _launcher.Compiled:
-    compiled = SimpleNamespace(run=launcher, function=77, packed_metadata=(4, 1, 0))
+def _remembered(launcher: CudaLauncher, blocks_of_a_cluster: int = 1) -> _launcher.Compiled:
+    types = {"x": "*fp32", "y": "constexpr", "T": "i32", "factor": "fp32", "N": "constexpr", "STAGES": "constexpr"}
+    compiled = SimpleNamespace(
+        run=launcher,
+        function=77,
+        packed_metadata=(4, blocks_of_a_cluster, 512),
+        src=SimpleNamespace(signature=types),
+        metadata=SimpleNamespace(tensordesc_meta=None),
+    )
     return _launcher._remember(KERNEL, compiled, (X, None, 5, 2.0), {"STAGES": 2, "N": 4, "num_warps": 4})
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.0"])
+@pytest.mark.parametrize("knows", [True, False])
 def test_a_launch_reaches_the_driver_as_through_tritons_launcher(
-    version: str, launcher: Any, monkeypatch: pytest.MonkeyPatch
+    knows: bool, launcher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(_launcher, "KNOWS_LAUNCHES", knows)
     _launcher.repeat([(_remembered(launcher), (2, 3, 1), (X, None, 5, 2.0))])
-    launcher(2, 3, 1, 5, 77, (4, 1, 0), None, None, None, X, None, 5, 2.0, 4, 2)
+    launcher(2, 3, 1, 5, 77, (4, 1, 512), None, None, None, X, None, 5, 2.0, 4, 2)
     straight, through = launcher.launched
     assert len(straight) == 19
     assert all(got is wanted or got == wanted for got, wanted in zip(straight, through, strict=True))
@@ -167,14 +174,47 @@ def test_a_launch_reaches_the_driver_as_through_tritons_launcher(
 
 def test_tritons_launcher_is_left_out_where_it_does_nothing(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It allocates scratch memory for kernels that need it; that of another version may do more."""
-    monkeypatch.setattr(triton, "__version__", "3.6.1")
+    monkeypatch.setattr(_launcher, "KNOWS_LAUNCHES", True)
     assert _remembered(launcher).run is launcher.launch
     for size in ("global_scratch_size", "profile_scratch_size"):
         monkeypatch.setattr(launcher, size, 16)
         assert _remembered(launcher).run is launcher
         monkeypatch.setattr(launcher, size, 0)
-    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    monkeypatch.setattr(_launcher, "KNOWS_LAUNCHES", False)
     assert _remembered(launcher).run is launcher
+
+
+def test_a_kernel_as_the_driver_takes_it(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launcher, "KNOWS_LAUNCHES", True)
+    kernel = _remembered(launcher)
+    assert kernel.binary is not None
+    assert (kernel.binary.function, kernel.binary.settings) == (77, (128, 512, True))
+    launch = _launcher.Recorded(kernel, (2, 3, 1), (X, None, -1, 2.0))
+    handed = _native.parameters(launch, [0, 1, 2, 3], 1)
+    assert handed == (("pointer", 0), ("constant", 2**32 - 1), ("constant", 0x40000000)), "neither None nor constants"
+    empty = _launcher.Recorded(kernel, (2, 3, 1), (X[:0], None, 5, 2.0))
+    assert (_native.parameters(empty, [1, 2, 3, 4], 1) or ())[0] == ("constant", 0), "no memory, no pointer"
+
+
+def test_launches_that_only_triton_makes(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_launcher, "KNOWS_LAUNCHES", True)
+    assert _remembered(launcher, blocks_of_a_cluster=2).binary is None
+    monkeypatch.setattr(launcher, "launch_cooperative_grid", True)
+    assert _remembered(launcher).binary is None
+    monkeypatch.setattr(_launcher, "KNOWS_LAUNCHES", False)
+    other = _remembered(launcher)
+    assert other.binary is None and _native.parameters(_launcher.Recorded(other, (1, 1, 1), ()), [], 0) is None
+
+
+def test_tensors_described_for_the_copy_engine() -> None:
+    """A shape and strides follow each description, as Triton hands them over."""
+    known = {"elem_type": 10, "swizzle": 3, "elem_size": 2, "block_size": [32, 64]}
+    types = ("tensordesc<bf16[32, 64],...>", "i32")
+    binary = _launcher.Binary(1, (32, 0, False), types, (known,), lambda args: {0: Tiles((7, 256), (32, 64))})
+    launch = _launcher.Recorded(_launcher.Compiled(print, (), (), binary), (1, 1, 1), (X, 7))
+    described = ("map", 0, 9, 3, 2, (7, 256), (32, 64))
+    sizes = [("constant", value) for value in (7, 256, 256, 1)]
+    assert _native.parameters(launch, [0, 1], 1) == (described, *sizes, ("constant", 7))
 
 
 def test_an_observer_takes_the_place_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
