@@ -192,8 +192,8 @@ def test_a_kernel_as_the_driver_takes_it(launcher: Any, monkeypatch: pytest.Monk
     launch = _launcher.Recorded(kernel, (2, 3, 1), (X, None, -1, 2.0))
     handed = _native.parameters(launch, [0, 1, 2, 3], 1)
     assert handed == (("pointer", 0), ("constant", 2**32 - 1), ("constant", 0x40000000)), "neither None nor constants"
-    empty = _launcher.Recorded(kernel, (2, 3, 1), (X[:0], None, 5, 2.0))
-    assert (_native.parameters(empty, [1, 2, 3, 4], 1) or ())[0] == ("constant", 0), "no memory, no pointer"
+    of_nothing = _launcher.Recorded(kernel, (2, 3, 1), (X[:0], None, -1, 2.0))
+    assert _native.parameters(of_nothing, [1, 2, 3, 4], 1) == (("constant", 0), *handed[1:]), "no memory, no pointer"
 
 
 def test_launches_that_only_triton_makes(launcher: Any, monkeypatch: pytest.MonkeyPatch) -> None:
