@@ -240,7 +240,9 @@ def _host(lines: list[Line]) -> str:
 
 
 def _warmup(cold: dict[str, float]) -> str:
-    return f" `mhckit.warmup` compiles all of them in {cold['warmup']:.0f} s." if "warmup" in cold else ""
+    if "warmup" not in cold:
+        return ""
+    return f" `mhckit.warmup` compiles all of them, and C++ for the host, in {cold['warmup']:.0f} s."
 
 
 def _time_and_part(line: Line) -> str:
