@@ -43,7 +43,8 @@ class Driver:
         self._parameters.append(len(types) - types.count("constexpr"))
         settings = (128, 0, False)
         binary = _launcher.Binary(len(self._parameters) - 1, settings, types, (), lambda args: {})
-        compiled = _launcher.Compiled(lambda *values: self.again.extend(values), (), (), binary)
+        # Behind the grid and the stream.
+        compiled = _launcher.Compiled(lambda *values: self.again.extend(values[4:]), (), (), binary)
         if (launches := _launcher._watching.launches) is not None:
             launches.append(_launcher.Recorded(compiled, (*grid, 1, 1)[:3], args))
 

@@ -106,10 +106,90 @@ def test_gradients_that_nobody_wants(driver: Driver) -> None:
 
 
 def test_outputs_that_nobody_uses(driver: Driver) -> None:
+    """Their gradients are absent, not zeros that somebody made."""
     leaves, outputs = _known(_call())
-    for _ in range(4):
+    handed = []
+    for used in (outputs, outputs[:1]):
+        for _ in range(4):
+            driver.forget()
+            ones = [torch.ones_like(output) for output in used]
+            torch.autograd.grad(used, leaves.tensors["x"], ones, retain_graph=True)
+        assert driver.in_cpp
+        handed.append(len(driver.again))
+    assert 0 < handed[1] < handed[0]
+
+
+def _pointers_in_order(values: list[Any]) -> list[int]:
+    """Which of a call's pointers each is, by when it came first."""
+    pointers = [value for value in values if isinstance(value, int) and value > 2**32]  # more than a float32 takes
+    order = {pointer: number for number, pointer in enumerate(dict.fromkeys(pointers))}
+    return [order[pointer] for pointer in pointers]
+
+
+@pytest.mark.parametrize("operator", ["junction", "coefficients", "post", "pre", "head", "expand", "sinkhorn"])
+def test_kernels_get_what_python_hands_them(operator: str) -> None:
+    """Tensors, results, and places in the buffer between them, each in its place."""
+    orders, forward = [], []
+    for in_cpp in (False, True):
+        with pytest.MonkeyPatch.context() as patch, noting_driver(patch, in_cpp=in_cpp) as driver:
+            for _ in range(4):
+                driver.forget()
+                outputs = _call(operator).requires_grad()()
+                forward = _pointers_in_order(driver.again)
+                driver.forget()
+                _backward(outputs)
+            assert (driver.in_cpp > 0) == in_cpp
+            orders.append((forward, _pointers_in_order(driver.again)))
+    assert orders[0] == orders[1] and all(orders[0])
+
+
+def test_the_same_shapes_in_another_dtype(driver: Driver) -> None:
+    call = _call("post")
+    for _ in range(3):
+        call()
+    other = Call(
+        "post", call.recipe, {k: t.half() if t.dtype == torch.bfloat16 else t for k, t in call.tensors.items()}
+    )
+    driver.forget()
+    (y,) = other()
+    assert driver.in_cpp == 0 and y.dtype == torch.float16
+
+
+@pytest.mark.parametrize("frozen", ["phi", "x"])
+def test_frozen_tensors_are_another_kind(frozen: str, driver: Driver) -> None:
+    call = _call()
+    _known(call)
+    for expected in (0, 0, 2):
+        leaves = call.requires_grad()
+        leaves.tensors[frozen].requires_grad_(False)
         driver.forget()
-        torch.autograd.grad(outputs[0], leaves.tensors["x"], torch.ones_like(outputs[0]), retain_graph=True)
+        outputs = leaves()
+        assert driver.in_cpp == expected
+        _backward(outputs)
+        assert leaves.tensors[frozen].grad is None and leaves.tensors["bias"].grad is not None
+
+
+def test_without_gradients_nothing_requires_one(driver: Driver) -> None:
+    """Leaves that do, in a mode that does not; known in the other mode, first in one order, then in the other."""
+    leaves, _outputs = _known(_call())
+    for _ in range(4):
+        with torch.no_grad():
+            assert not any(output.requires_grad for output in leaves())
+        driver.forget()
+        assert all(output.requires_grad for output in leaves()) and driver.in_cpp
+
+
+def test_nothing_of_a_call_is_kept(driver: Driver) -> None:
+    """Neither by its own node, nor by the backward that Python was asked for, nor by those that C++ repeats."""
+    call = _call()
+    for number in range(6):
+        leaves = call.requires_grad()
+        outputs = leaves()
+        if number % 2:
+            _backward(outputs)
+        alive = [weakref.ref(tensor) for tensor in (*leaves.tensors.values(), *outputs)]
+        del leaves, outputs
+        assert [reference() for reference in alive] == [None] * len(alive), number
     assert driver.in_cpp
 
 
@@ -133,6 +213,8 @@ def test_what_was_changed_after_it_was_saved(changed: str, driver: Driver) -> No
 
 def test_second_derivatives_raise(driver: Driver) -> None:
     leaves, outputs = _known(_call())
+    for _ in range(3):
+        torch.autograd.grad(outputs[0], leaves.tensors["x"], torch.ones_like(outputs[0]), retain_graph=True)
     (gradient,) = torch.autograd.grad(outputs[0].float().sum(), leaves.tensors["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives are not implemented"):
         gradient.float().sum().backward()

@@ -97,6 +97,16 @@ def test_whoever_began_it_may_have_died(folder: Path) -> None:
     assert _library(folder).module(wait=True) is not None and _compilations(folder) == 1
 
 
+def test_whoever_is_a_moment_late_does_not_begin_again(folder: Path) -> None:
+    """It saw that nobody was at it, and then somebody was."""
+    folder.mkdir()
+    busy = folder / "host.busy"
+    busy.touch()
+    _build._begin(folder / "host.so", busy, Path("/nowhere"))
+    time.sleep(0.2)
+    assert busy.exists() and _compilations(folder) == 0
+
+
 def test_it_is_of_use_to_the_next_process_if_this_one_ends(folder: Path) -> None:
     code = f"""
 from pathlib import Path
