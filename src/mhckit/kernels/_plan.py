@@ -4,7 +4,8 @@ Both depend on the shapes, the dtypes and the constants among an operator's argu
 is watched, its allocations with `empty` and its launches in `_launcher`, and the next ones allocate the results, one
 buffer for everything between them, and launch: a fraction of the time that the Python in this package takes. What did
 anything else on the way (a fill, a copy) is not repeated but called as before. A first call whose kernels are not
-compiled stops, and is made once more when all of them are.
+compiled stops, and is made once more when all of them are. A plan is run in C++ (mhckit.native) as soon as that is
+compiled, and in Python until then.
 """
 
 from __future__ import annotations

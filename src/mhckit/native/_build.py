@@ -28,7 +28,7 @@ LOOK_EVERY, DIED = 0.5, 120.0
 # compiled lies under its name only when it is complete, and is of use even if the process that wanted it has ended.
 _COMPILE = """
 out="$0" busy="$1"; shift
-( "$@" -o "$busy.$$" 2> "$out.log" && mv -f "$busy.$$" "$out"; rm -f "$busy" ) > /dev/null 2>&1 &
+( "$@" -o "$busy.$$" 2> "$out.log" && mv -f "$busy.$$" "$out"; rm -f "$busy.$$" "$busy" ) > /dev/null 2>&1 &
 """
 
 
