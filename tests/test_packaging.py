@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mhckit.native._build import SOURCES
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -26,6 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_contents(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert "mhckit/py.typed" in names and "mhckit/doctor/committed.json" in names
+    assert {f"mhckit/native/{source}" for source in SOURCES} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names} == {"mhckit", f"mhckit-{metadata.version('mhckit')}.dist-info"}
 

@@ -279,7 +279,7 @@ struct Backward : Node {
   }
 };
 
-// torch up to 2.12 shares nodes by std::shared_ptr, later ones are counted in the node.
+// torch 2.11 shares nodes by std::shared_ptr, 2.13 counts references in the node itself.
 template <class T>
 std::shared_ptr<T> make_node(std::shared_ptr<Node>*) {
   return std::shared_ptr<T>(new T, [](T* node) { deleteNode(node); });
@@ -290,6 +290,8 @@ c10::intrusive_ptr<T> make_node(c10::intrusive_ptr<Node>*) {
 }
 
 class Calls {
+  using Bucket = std::shared_ptr<const std::vector<std::shared_ptr<Kind>>>;
+
  public:
   Calls(size_t tensors, std::string name, std::shared_ptr<Shared> ready)
       : tensors_(tensors), name_(std::move(name)), ready_(std::move(ready)) {}
@@ -309,8 +311,9 @@ class Calls {
     if (!tensors || find(args, *tensors) != nullptr) {
       return;
     }
+    std::unordered_map<size_t, Bucket> forgotten;  // at the end: dropping a Python object may run Python, and call
     if (count_++ >= kMaxKinds) {
-      forget();
+      forgotten.swap(kinds_);
       count_ = 1;
     }
     auto& bucket = kinds_[hash((*tensors)[0])];
@@ -318,12 +321,6 @@ class Calls {
                         : std::make_shared<std::vector<std::shared_ptr<Kind>>>();
     kinds->push_back(std::move(kind));
     bucket = std::move(kinds);
-  }
-
-  void forget() {
-    auto forgotten = std::move(kinds_);  // dropping a Python object may run Python, which may call
-    kinds_.clear();
-    count_ = 0;
   }
 
   // The results as Python gets them, a new reference; nullptr where no such call is known or can be repeated now.
@@ -422,7 +419,7 @@ class Calls {
   std::string name_;
   std::shared_ptr<Shared> ready_;
   size_t count_ = 0;
-  std::unordered_map<size_t, std::shared_ptr<const std::vector<std::shared_ptr<Kind>>>> kinds_;
+  std::unordered_map<size_t, Bucket> kinds_;
 };
 
 }  // namespace mhckit

@@ -199,14 +199,6 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
-// forget(calls): all kinds of them
-PyObject* forget(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  inside<Calls>(item(args, 0).ptr(), kCalls).forget();
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
 PyMethodDef methods[] = {
     {"setup", setup, METH_VARARGS, nullptr},
     {"plan", plan, METH_VARARGS, nullptr},
@@ -214,7 +206,6 @@ PyMethodDef methods[] = {
     {"calls", calls, METH_VARARGS, nullptr},
     {"keep", keep, METH_VARARGS, nullptr},
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(call)), METH_FASTCALL, nullptr},
-    {"forget", forget, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_mhckit_native", nullptr, -1, methods, nullptr, nullptr, nullptr,

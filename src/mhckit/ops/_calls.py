@@ -115,10 +115,6 @@ class Calls:
             self._keep(args, watched.repeated[0])
         return results
 
-    def forget(self) -> None:
-        if self._known is not None:
-            self._native.forget(self._known)
-
     def _ready(self) -> bool:
         """Whether nobody wants to see what is called and launched."""
         return is_eager() and self._goes_straight() and not _autograd_is_compiled()
