@@ -163,13 +163,19 @@ def _padded_rows(rows: int) -> int:
 
 class PhiLayout(NamedTuple):
     """How a form of J wants phi: rows of parts, with or without padding between them, channels of a stream in a block,
-    and as many of them side by side as one of its threads holds.
+    and as many of them side by side as one of its threads holds. Blocks that make up a step may have room for more
+    channels than it has.
     """
 
     rows: int
     dense: bool
     block: int
     channels_per_thread: int
+    step: int
+
+    def blocks(self, channels: int) -> int:
+        """Of one stream."""
+        return cdiv(channels, self.step) * cdiv(self.step, self.block)
 
     def padded(self, rows: int) -> int:
         """Rows of the tile in which so many of phi are packed: a power of two that holds them, and with the low parts
@@ -178,13 +184,13 @@ class PhiLayout(NamedTuple):
         return power_of_2(self.rows - rows if self.dense else self.rows // 2)
 
 
-NOT_PACKED = PhiLayout(0, False, PHI_BLOCK, 0)
+NOT_PACKED = PhiLayout(0, False, PHI_BLOCK, 0, PHI_BLOCK)
 
 
 def phi_layout(streams: int, channels: int, rows: int) -> PhiLayout:
     launch = streams_bwd_launch(streams, channels, rows=rows)
     dense = packs_densely(rows, channels)
-    return PhiLayout(packed_rows(rows, channels), dense, PHI_BLOCK, channels_per_thread(launch))
+    return PhiLayout(packed_rows(rows, channels), dense, PHI_BLOCK, channels_per_thread(launch), PHI_BLOCK)
 
 
 def packed_dz_width(rows: int) -> int:
@@ -192,10 +198,20 @@ def packed_dz_width(rows: int) -> int:
     return _padded_rows(rows)
 
 
-def slice_width(channels: int) -> int:
-    """Channels per partial sum: as many slices as have SLICE_WIDTH channels, of equal width."""
+def slice_width(channels: int, step: int = SUM_WIDTH) -> int:
+    """Channels per partial sum: as many slices as have SLICE_WIDTH channels, of equal width, whole steps."""
     slices = max(1, channels // SLICE_WIDTH)
-    return cdiv(cdiv(channels, slices), SUM_WIDTH) * SUM_WIDTH
+    return cdiv(cdiv(channels, slices), step) * step
+
+
+def hopper_step(channels: int) -> int:
+    """Channels of one step, and of one sum, where a kernel is written for Hopper (`_hopper_words` has the fewer)."""
+    return SUM_WIDTH - 8 * (channels % 8 > 0)
+
+
+def hopper_word(channels: int) -> int:
+    """Channels that `_hopper_words` stores at once: two, or four where all rows begin at 8-byte boundaries."""
+    return 4 if channels % 4 == 0 else 2
 
 
 def sum_width(streams: int, *, writes: bool, wide: bool) -> int | None:
@@ -228,9 +244,10 @@ def write_project_span(channels: int, programs: int, device: torch.device) -> in
     A part is a power of two of chains: where a sum of pairs of chains begins (`_partial_sums`), so that a slice has the
     same sum in however many parts it is added up.
     """
-    width = slice_width(channels)
+    step = hopper_step(channels)
+    width = slice_width(channels, step)
     last = channels - (cdiv(channels, width) - 1) * width
-    spans = [CHAIN.value * SUM_WIDTH << level for level in (2, 1, 0)]
+    spans = [CHAIN.value * step << level for level in (2, 1, 0)]
     # Slices may differ in width, but not in how many parts they have.
     possible = [span for span in spans if 1 < cdiv(width, span) == cdiv(last, span) <= MAX_PARTS]
     return _busiest([width, *possible], channels, programs, device, width)
@@ -240,8 +257,8 @@ def write_sums_width(channels: int) -> int:
     """Channels per partial sum of J for Hopper: one, two, four or eight sums, and where there are several, each but the
     last over 1024 channels or more.
     """
-    sums = min(8, power_of_2(channels // 1024 + 1) // 2)
-    return cdiv(cdiv(channels, max(sums, 1)), SUM_WIDTH) * SUM_WIDTH
+    sums, step = min(8, power_of_2(channels // 1024 + 1) // 2), hopper_step(channels)
+    return cdiv(cdiv(channels, max(sums, 1)), step) * step
 
 
 def streams_bwd_span(channels: int, programs: int, device: torch.device) -> int:

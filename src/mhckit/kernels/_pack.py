@@ -1,7 +1,8 @@
 """Float32 operands of the backward's dots, packed once per call as bfloat16 high and low parts.
 
     phi_parts[o, c // BLOCK, k, c % BLOCK]      c by `pack_columns`; k: high parts of the rows of phi w, then low parts,
-                                                of all rows (DENSE) or of 32 at a time
+                                                of all rows (DENSE) or of 32 at a time. Blocks of STEP channels may
+                                                have room for more
     dz_parts[t, part_column(p)]                 where dz does not come from `_read_bwd`, which packs it
 
 Two parts keep 16 bits of mantissa, and tensor cores multiply bfloat16 exactly. Channels beyond C and rows beyond P are
@@ -34,17 +35,19 @@ def packed_row(k, P: tl.constexpr, DENSE: tl.constexpr):
 @triton.jit
 def pack_phi_block(
     phi, norm_weight, phi_parts, block, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr,
-    DENSE: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    DENSE: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Block number `block` of phi_parts: BLOCK channels of one stream."""
-    BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    """Block number `block` of phi_parts: BLOCK channels of one stream, or what is left of a step."""
+    TOGETHER: tl.constexpr = (STEP + BLOCK - 1) // BLOCK
+    BLOCKS: tl.constexpr = (C + STEP - 1) // STEP * TOGETHER
     stream = block // BLOCKS
     p = tl.arange(0, PADDED)
-    c = block % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    here = (p < P)[:, None] & (c < C)[None, :]
-    value = load_float(phi, p[:, None] * (N * C) + stream * C + c[None, :], here)
+    within = block % BLOCKS % TOGETHER * BLOCK + tl.arange(0, BLOCK)
+    c = block % BLOCKS // TOGETHER * STEP + within
+    exists = (c < C) & (within < STEP)
+    value = load_float(phi, p[:, None] * (N * C) + stream * C + c[None, :], (p < P)[:, None] & exists[None, :])
     if norm_weight is not None:
-        value *= load_float(norm_weight, stream * C + c, c < C)[None, :]
+        value *= load_float(norm_weight, stream * C + c, exists)[None, :]
     high, low = bfloat16_parts(pack_columns(value, CHANNELS))
     k = p if DENSE else p // 32 * 64 + p % 32
     BELOW: tl.constexpr = P if DENSE else 32
@@ -56,10 +59,10 @@ def pack_phi_block(
 @triton.jit
 def pack_phi_kernel(
     phi, norm_weight, phi_parts, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr,
-    DENSE: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    DENSE: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
-    pack_phi_block(phi, norm_weight, phi_parts, block, C, P, N, PACKED, DENSE, PADDED, CHANNELS, BLOCK)
+    pack_phi_block(phi, norm_weight, phi_parts, block, C, P, N, PACKED, DENSE, PADDED, CHANNELS, BLOCK, STEP)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -74,7 +77,7 @@ def pack_dz_kernel(dz, dz_parts, T, P: tl.constexpr, PADDED: tl.constexpr, WIDTH
 
 def empty_phi_parts(phi: Tensor, streams: int, layout: PhiLayout) -> Tensor:
     """[blocks, rows of parts, channels]: a block for each stream and some channels of it."""
-    blocks = streams * cdiv(phi.shape[1] // streams, layout.block)
+    blocks = streams * layout.blocks(phi.shape[1] // streams)
     return empty(phi, blocks, layout.rows, layout.block, dtype=BFLOAT)
 
 
@@ -83,7 +86,7 @@ def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int, layout: PhiL
     run(
         pack_phi_kernel, (phi_parts.shape[0],), phi, norm_weight, phi_parts, C, P,
         N=streams, PACKED=layout.rows, DENSE=layout.dense, PADDED=layout.padded(P), CHANNELS=layout.channels_per_thread,
-        BLOCK=layout.block, num_warps=4,
+        BLOCK=layout.block, STEP=layout.step, num_warps=4,
     )  # fmt: skip
     return phi_parts
 

@@ -49,13 +49,17 @@ from ._device import (
     write_stream,
 )
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
-from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, STREAM_TILE, load_steps, store_steps
+from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, SHARED, STREAM_TILE, load_tiles, steps_of, store_tiles
 from ._hopper_totals import add_products, store_totals
+from ._hopper_words import WORD_REGISTERS, WORD_WARPS, begin_step, store_step, turn_step
 from ._launch import (
     FLOAT,
     HOPPER_TOKENS,
+    SUM_WIDTH,
     PhiLayout,
     cdiv,
+    hopper_step,
+    hopper_word,
     packed_dz_width,
     streams_bwd_span,
     tokens_of,
@@ -71,16 +75,37 @@ SLOTS = gl.constexpr(2)
 
 
 @gluon.jit
-def _load_phi(phi_parts, pieces, loaded, free, begin, end, C: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr):
-    for piece in range((end - begin) // PANEL):
+def _load_phi(
+    phi_parts, pieces, loaded, free, begin, end, C: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr,
+    STEP: gl.constexpr,
+):  # fmt: skip
+    BLOCKS: gl.constexpr = (C + STEP - 1) // STEP * PANELS  # of a stream
+    for piece in range(steps_of(begin, end, C, STEP)):
         slot = piece % PANELS
         arrived = loaded.index(slot)
         mbarrier.wait(free.index(slot), piece // PANELS % 2 ^ 1)
         mbarrier.expect(arrived, N * PARTS * PART_ROWS * PANEL * 2)
         for k in range(N * PARTS):
-            block = k // PARTS * (C // PANEL) + begin // PANEL + piece
+            block = k // PARTS * BLOCKS + begin // STEP * PANELS + piece
             at = [(block * PARTS + k % PARTS) * PART_ROWS, 0]
             tma.async_copy_global_to_shared(phi_parts, at, arrived, pieces.index(slot * (N * PARTS) + k))
+
+
+@gluon.jit
+def _move(
+    x, g, f, d, dx, df, x_slots, g_slots, f_slots, d_slots, loaded, computed, first, T, begin, end, C: gl.constexpr,
+    N: gl.constexpr, STEP: gl.constexpr, WORD: gl.constexpr,
+):  # fmt: skip
+    """What `load` and `store` do where 128 divides C. A slot is loaded again once it is stored."""
+    streams, rows, stream_slots, row_slots = (x, g), (f, d), (x_slots, g_slots), (f_slots, d_slots)
+    steps = steps_of(begin, end, C, STEP)
+    for step in range(-SLOTS, steps):
+        if step >= 0:
+            mbarrier.wait(computed.index(step % SLOTS), step // SLOTS % 2)
+            store_step(dx, df, x_slots, f_slots, step, first, T, begin, C, N, STEP, WORD, SLOTS)
+            gl.thread_barrier()
+        if step + SLOTS < steps:
+            begin_step(streams, rows, stream_slots, row_slots, loaded, step + SLOTS, first, T, begin, C, N, STEP, SLOTS)
 
 
 @gluon.jit
@@ -187,7 +212,7 @@ def _compute(
     x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed, phi_loaded, phi_free,
     read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums, first, T, begin, end, C: gl.constexpr,
     N: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, SUMS_READ: gl.constexpr,
-    DZ_WIDTH: gl.constexpr,
+    DZ_WIDTH: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
     zero = gl.zeros([2 * GROUP, PANEL], gl.float32, mma)
@@ -210,12 +235,14 @@ def _compute(
     n = tile_of_zeros
     if norm_weight is not None:
         n = load_float(norm_weight, begin + c, begin + c < C)[None, :]
-    for step in range((end - begin) // PANEL):
+    for step in range(steps_of(begin, end, C, STEP)):
         slot, group = step % SLOTS, step % 2
         t = first.to(gl.int64) + group * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, layout))
         w, k, posts, mixes, collapsed = _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N)
         left = dz if len(staged_dz) == 0 else _staged_dz(staged_dz[0], group, PARTS)
         mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
+        if C % 8 != 0:
+            turn_step((x_slots, g_slots), (f_slots, d_slots), step, begin, C, N, STEP, SLOTS, 4)
         for panel in range(PANELS):
             mbarrier.wait(phi_loaded.index(panel), step // 2 % 2)
             tile = slot * PANELS + panel
@@ -227,8 +254,8 @@ def _compute(
             d = d_slots.index(tile).load(layout).to(gl.float32)
             if norm_weight is not None:
                 d = d * n - (collapse(collapsed[:N], streams, N) + collapsed[N] * f)
-                following = begin + (step + panel) // 2 * (PANELS * PANEL) + (1 - panel) * PANEL + c
-                n = load_float(norm_weight, following, following < C)[None, :]
+                following = begin + (step + panel) // 2 * STEP + (1 - panel) * PANEL + c
+                n = load_float(norm_weight, following, (following < C) & ((1 - panel) * PANEL + c < STEP))[None, :]
             df = gl.zeros_like(tile_of_zeros)
             dx = ()
             new_totals = ()
@@ -253,7 +280,7 @@ def _compute(
             if group == 1:
                 gl.thread_barrier()
                 mbarrier.arrive(phi_free.index(panel), count=1)
-        after = begin + (step // 2 + 1) * (PANELS * PANEL)
+        after = begin + (step // 2 + 1) * STEP
         if (after % CHUNK == 0) | (after >= end):
             store_totals(
                 sums, totals, d_slots, slot, (after - 1) // CHUNK, first + group * GROUP, T, N, NUMBERS, SUMS_READ
@@ -299,23 +326,26 @@ def streams_bwd_hopper_kernel(
     CHUNK: gl.constexpr,
     SUMS_READ: gl.constexpr,
     DZ_WIDTH: gl.constexpr,
+    STEP: gl.constexpr,
+    WORD: gl.constexpr,
 ):
     PARTS: gl.constexpr = (2 * P + PART_ROWS - 1) // PART_ROWS
+    TILED: gl.constexpr = C % (PANELS * PANEL) == 0
     first = gl.program_id(0) * (2 * GROUP)
     begin = gl.program_id(1) * (span // CHUNK) * CHUNK  # = program * span, and the compiler sees that it is aligned
     end = gl.minimum(begin + span, C)
-    x_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, N * GROUP, PANEL], x.layout)
-    g_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, N * GROUP, PANEL], x.layout)
-    f_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, GROUP, PANEL], x.layout)
-    d_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, GROUP, PANEL], x.layout)
-    pieces = gl.allocate_shared_memory(gl.bfloat16, [PANELS * N * PARTS, PART_ROWS, PANEL], phi_parts.layout)
+    x_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, N * GROUP, PANEL], SHARED)
+    g_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, N * GROUP, PANEL], SHARED)
+    f_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, GROUP, PANEL], SHARED)
+    d_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, GROUP, PANEL], SHARED)
+    pieces = gl.allocate_shared_memory(gl.bfloat16, [PANELS * N * PARTS, PART_ROWS, PANEL], SHARED)
     loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     computed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     phi_loaded = gl.allocate_shared_memory(gl.int64, [PANELS, 1], mbarrier.MBarrierLayout())
     phi_free = gl.allocate_shared_memory(gl.int64, [PANELS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(loaded.index(slot), count=1)
+        mbarrier.init(loaded.index(slot), count=1 if TILED else 32 * WORD_WARPS)
         mbarrier.init(computed.index(slot), count=1)
         mbarrier.init(free.index(slot), count=1)
     for slot in gl.static_range(PANELS):
@@ -328,24 +358,39 @@ def streams_bwd_hopper_kernel(
         _stage_dz(dz_parts, staged_dz[0], first, T, P, PARTS, DZ_WIDTH)
     fence_async_shared()
     gl.thread_barrier()
-    gl.warp_specialize(
-        [
-            (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed, phi_loaded,
-                        phi_free, read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums, first, T,
-                        begin, end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH)),
-            (load_steps, ((x, g), (f, dx_in), (x_slots, g_slots), (f_slots, d_slots), loaded, free, first, begin, end,
-                          C, N, SLOTS)),
-            (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS)),
-            (store_steps, (dx, df, x_slots, f_slots, computed, free, first, begin, end, C, N, SLOTS)),
-        ],
-        [1, 1, 1],
-        [COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
-    )  # fmt: skip
+    if TILED:
+        gl.warp_specialize(
+            [
+                (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed,
+                            phi_loaded, phi_free, read_weights, norm_weight, norm_share, k_share, k_more, post, res,
+                            sums, first, T, begin, end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH, STEP)),
+                (load_tiles, ((x, g), (f, dx_in), (x_slots, g_slots), (f_slots, d_slots), loaded, free, first, begin,
+                              end, C, N, SLOTS)),
+                (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS, STEP)),
+                (store_tiles, (dx, df, x_slots, f_slots, computed, free, first, begin, end, C, N, SLOTS)),
+            ],
+            [1, 1, 1],
+            [COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed,
+                            phi_loaded, phi_free, read_weights, norm_weight, norm_share, k_share, k_more, post, res,
+                            sums, first, T, begin, end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH, STEP)),
+                (_move, (x, g, f, dx_in, dx, df, x_slots, g_slots, f_slots, d_slots, loaded, computed, first, T, begin,
+                         end, C, N, STEP, WORD)),
+                (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS, STEP)),
+            ],
+            [WORD_WARPS, 1],
+            [WORD_REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
 
 
-def phi_layout(rows: int) -> PhiLayout:
+def phi_layout(rows: int, channels: int) -> PhiLayout:
     """How the parts of so many rows of phi lie: as tiles for the copy engine."""
-    return PhiLayout(cdiv(2 * rows, PHI_TILE[0]) * PHI_TILE[0], dense=True, block=PHI_TILE[1], channels_per_thread=8)
+    padded = cdiv(2 * rows, PHI_TILE[0]) * PHI_TILE[0]
+    return PhiLayout(padded, dense=True, block=PHI_TILE[1], channels_per_thread=8, step=hopper_step(channels))
 
 
 def write_streams_bwd(
@@ -375,7 +420,8 @@ def write_streams_bwd(
     run(
         streams_bwd_hopper_kernel, (programs, cdiv(C, span)),
         g, *collapse, *packed, x, f, post, res, gradients.dx, gradients.df, gradients.sums, T, span, C, rows,
-        N=N, CHUNK=chunk, SUMS_READ=need_read_weights, DZ_WIDTH=packed_dz_width(rows), num_warps=8,
+        N=N, CHUNK=chunk, SUMS_READ=need_read_weights, DZ_WIDTH=packed_dz_width(rows),
+        STEP=hopper_step(C), WORD=hopper_word(C), num_warps=8,
     )  # fmt: skip
     return gradients
 
@@ -383,7 +429,10 @@ def write_streams_bwd(
 def _tiles(args: tuple[Any, ...], constants: dict[str, Any]) -> dict[int, Tiles]:
     T, C, P, N = args[16], args[18], args[19], constants["N"]
     streams, rows = Tiles((T, N * C), STREAM_TILE), Tiles((T, C), STREAM_TILE)
-    phi = Tiles((N * C // PHI_TILE[1] * phi_layout(P).rows, PHI_TILE[1]), PHI_TILE)
+    layout = phi_layout(P, C)
+    phi = Tiles((N * layout.blocks(C) * layout.rows, PHI_TILE[1]), PHI_TILE)
+    if C % SUM_WIDTH:
+        return {8: phi}
     return {0: streams, 1: rows, 8: phi, 9: streams, 10: rows, 13: streams, 14: rows}
 
 

@@ -51,6 +51,8 @@ from ._launch import (
     fills,
     has_hopper_forms,
     has_ptx,
+    hopper_step,
+    hopper_word,
     leaves_idle,
     loads_are_wide,
     row_blocks,
@@ -340,21 +342,21 @@ def _project(
     many = may_be_many and has_two_forms and leaves_idle(programs * cdiv(C, width), x.device)
     hopper = _hopper_form(args)
     if hopper is not None:
-        hopper_programs = cdiv(T, HOPPER_TOKENS)
-        hopper_span = write_project_span(C, hopper_programs, x.device) if may_be_many else width
-        if fills(hopper_programs * _slots(C, hopper_span), x.device):
-            form, programs, many, span = hopper, hopper_programs, False, hopper_span
+        hopper_programs, hopper_width = cdiv(T, HOPPER_TOKENS), hopper.constants["WIDTH"]
+        hopper_span = write_project_span(C, hopper_programs, x.device)
+        # Where a slice is one sum, the plain form's sums are others, and a token's must not depend on its batch.
+        if sums is None or fills(hopper_programs * _slots(C, hopper_width, hopper_span), x.device):
+            form, programs, many, width, span = hopper, hopper_programs, False, hopper_width, hopper_span
     if many:
         span = sums
-    slots = cdiv(C, span) if many else _slots(C, span)
+    slots = cdiv(C, span) if many else _slots(C, width, span)
     z, squares = empty(phi, slots, T, phi.shape[0], dtype=FLOAT), empty(phi, slots, T, dtype=FLOAT)
     run(form.kernel, (programs, slots), *args, z, squares, T, span, C, phi.shape[0], **form.constants)
     return Projection(z, squares, cdiv(width, span), many if has_two_forms else None)
 
 
-def _slots(channels: int, span: int) -> int:
+def _slots(channels: int, width: int, span: int) -> int:
     """Of all slices, each in parts of so many channels, the last one maybe of fewer."""
-    width = slice_width(channels)
     return cdiv(channels, width) * cdiv(width, span)
 
 
@@ -385,15 +387,22 @@ def _form(args: tuple[Any, ...]) -> Form:
 
 
 def _hopper_form(args: tuple[Any, ...]) -> Form | None:
-    """For four streams of bfloat16 and whole sums of channels; phi has as many rows as a dot takes, or fewer."""
+    """For four streams of bfloat16; phi has as many rows as a dot takes, or fewer."""
     x, f, phi, y, x_in = args[0], args[1], args[5], args[8], args[9]
     if _hopper is None or f is None or phi is None or not has_hopper_forms(x.device):
         return None
     narrow = all(tensor.dtype == BFLOAT for tensor in (x, f, y, x_in) if tensor is not None)
     (rows, _), (streams, channels) = phi.shape, x.shape[-2:]
-    if not narrow or phi.dtype != FLOAT or streams != 4 or rows > _hopper.MAX_ROWS or channels % SUM_WIDTH:
+    if (
+        not narrow
+        or phi.dtype != FLOAT
+        or streams != 4
+        or rows > _hopper.MAX_ROWS
+        or (channels % 8 == 0 and channels % SUM_WIDTH)
+    ):
         return None
-    constants = {"N": streams, "WIDTH": slice_width(channels), "num_warps": 8}
+    step = hopper_step(channels)
+    constants = dict(N=streams, WIDTH=slice_width(channels, step), STEP=step, WORD=hopper_word(channels), num_warps=8)
     return Form(_hopper.write_project_hopper_kernel, constants)
 
 
@@ -402,5 +411,9 @@ def _other_than_plain(args: tuple[Any, ...], constants: dict[str, Any]) -> list[
     return [] if hopper is None else [hopper]
 
 
+def _other_than_hopper(args: tuple[Any, ...], constants: dict[str, Any]) -> list[Form]:
+    return [] if _sum_width(args[0], args[1]) is None else [_form(args)]
+
+
 other_forms[write_project_kernel.__name__] = _other_than_plain
-other_forms["write_project_hopper_kernel"] = lambda args, constants: [_form(args)]
+other_forms["write_project_hopper_kernel"] = _other_than_hopper

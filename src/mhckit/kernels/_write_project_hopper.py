@@ -21,6 +21,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -30,9 +31,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ._descriptors import Tiles, tiled_arguments
-from ._device import bfloat16_parts, fold, load_per_token, one_below_the_other, rounded, sum_parts, write_stream
-from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, STREAM_TILE, load_steps, store_steps
-from ._launch import MAX_PARTS
+from ._device import (
+    bfloat16_parts,
+    fold,
+    load_float,
+    load_per_token,
+    one_below_the_other,
+    rounded,
+    sum_parts,
+    write_stream,
+)
+from ._hopper_copies import (
+    COPY_REGISTERS,
+    GROUP,
+    PANEL,
+    PANELS,
+    SHARED,
+    SHARED_FLOAT,
+    STREAM_TILE,
+    load_tiles,
+    steps_of,
+    store_tiles,
+)
+from ._hopper_words import WORD_REGISTERS, WORD_WARPS, begin_step, store_step, turn_step
+from ._launch import MAX_PARTS, SUM_WIDTH
 from ._partial_sums import CHAIN, channels_of_part, end_pairs, push
 
 # Of a tile of phi [rows, channels]. Four of them are, with their low parts, all that a dot takes.
@@ -43,10 +65,11 @@ MOST_PARTS = gl.constexpr(MAX_PARTS)
 STEPS_IN_FLIGHT = gl.constexpr(3)
 # For each thread of `project`; `write` has what the others leave of 64K.
 PROJECT_REGISTERS = gl.constexpr(176)
+PROJECT_REGISTERS_BESIDE_WORDS = gl.constexpr(152)
 
 
 @gluon.jit
-def _load_phi(
+def _load_phi_tiles(
     phi, pieces, loaded, free, begin, end, C: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
     PIECES: gl.constexpr,
 ):  # fmt: skip
@@ -64,9 +87,57 @@ def _load_phi(
 
 
 @gluon.jit
+def _move(
+    x, f, y, x_in, x_slots, f_slots, loaded, written, free, first, T, begin, end, C: gl.constexpr, N: gl.constexpr,
+    STEP: gl.constexpr, WORD: gl.constexpr,
+):  # fmt: skip
+    """What `load` and `store` do where 128 divides C. The slot that a step is loaded into was stored one step ago."""
+    steps = steps_of(begin, end, C, STEP)
+    for step in range(-2, steps):
+        later = step + 2
+        if later < steps:
+            slot = later % STEPS_IN_FLIGHT
+            mbarrier.wait(free.index(slot), later // STEPS_IN_FLIGHT % 2 ^ 1)
+            begin_step((x,), (f,), (x_slots,), (f_slots,), loaded, later, first, T, begin, C, N, STEP, STEPS_IN_FLIGHT)
+        if step >= 0:
+            mbarrier.wait(written.index(step % STEPS_IN_FLIGHT), step // STEPS_IN_FLIGHT % 2)
+            store_step(y, x_in, x_slots, f_slots, step, first, T, begin, C, N, STEP, WORD, STEPS_IN_FLIGHT)
+            gl.thread_barrier()
+
+
+@gluon.jit
+def _begin_piece(
+    phi, pieces, loaded, begin, piece, C: gl.constexpr, P: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
+    PIECES: gl.constexpr, STEP: gl.constexpr,
+):  # fmt: skip
+    """Of phi, with zeros beyond the channels of a step; tiles begin anywhere."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WORD_WARPS, 1], [1, 0])
+    slot = piece % PIECES
+    c, here = _channels_of(piece, begin, C, STEP, gl.SliceLayout(0, layout))
+    p = gl.arange(0, PHI_TILE, gl.SliceLayout(1, layout))[:, None]
+    for i in range(N):
+        for r in gl.static_range(TILES):
+            rows = phi + (i * C + r * PHI_TILE * (N * C)) + c[None, :] + p * (N * C)
+            target = pieces.index((slot * N + i) * TILES + r)
+            async_copy.async_copy_global_to_shared(target, rows, (p + r * PHI_TILE < P) & here[None, :])
+    async_copy.mbarrier_arrive(loaded.index(slot), increment_count=False)
+
+
+@gluon.jit
+def _channels_of(piece, begin, C: gl.constexpr, STEP: gl.constexpr, layout: gl.constexpr):
+    """The channels of a piece, two to a step, and which of them are its own."""
+    if C % (PANELS * PANEL) == 0:
+        return begin + piece * PANEL + gl.arange(0, PANEL, layout), gl.full([PANEL], True, gl.int1, layout)
+    else:
+        within = piece % PANELS * PANEL + gl.arange(0, PANEL, layout)
+        c = begin + piece // PANELS * STEP + within
+        return c, (within < STEP) & (c < C)
+
+
+@gluon.jit
 def _write(
     x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T, begin, end,
-    split, COLLAPSES: gl.constexpr, N: gl.constexpr,
+    split, COLLAPSES: gl.constexpr, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     t = first.to(gl.int64) + gl.arange(0, GROUP, gl.SliceLayout(1, layout))
@@ -83,15 +154,17 @@ def _write(
     nothing = gl.sum(square, 1)
     chain, other_chain = nothing, nothing * 0.0
     pairs, other_pairs = (nothing, nothing, nothing), (other_chain, other_chain, other_chain)
-    for step in range((end - begin) // PANEL):
+    for step in range(steps_of(begin, end, C, STEP)):
         slot = step % STEPS_IN_FLIGHT
         mbarrier.wait(loaded.index(slot), step // STEPS_IN_FLIGHT % 2)
+        if C % 8 != 0:
+            turn_step((x_slots,), (f_slots,), step, begin, C, N, STEP, STEPS_IN_FLIGHT, 2)
         for p in range(PANELS):
             tiles = x_slots.index(slot * PANELS + p)
             f = f_slots.index(slot * PANELS + p).load(layout).to(gl.float32)
             if f_bias is not None:
-                c = begin + step // 2 * (PANELS * PANEL) + p * PANEL + gl.arange(0, PANEL, gl.SliceLayout(0, layout))
-                f += gl.load(f_bias + c).to(gl.float32)[None, :]
+                c, here = _channels_of(step // 2 * PANELS + p, begin, C, STEP, gl.SliceLayout(0, layout))
+                f += load_float(f_bias, c, here)[None, :]
             streams = ()
             for i in gl.static_range(N):
                 streams = streams + (tiles.slice(i * GROUP, GROUP).load(layout).to(gl.float32),)
@@ -112,14 +185,14 @@ def _write(
         mbarrier.arrive(written.index(slot), count=1)
         chain += gl.sum(square, 1)
         square = fold(zero, zero, 8, True)
-        if _ends_a_chain(step, begin, end):
+        if _ends_a_chain(step, begin, end, STEP):
             pairs = push(pairs, chain, step // (2 * CHAIN))
             chain = nothing
         posts, other_posts, mixes, other_mixes, reads, other_reads = (
             other_posts, posts, other_mixes, mixes, other_reads, reads,
         )  # fmt: skip
         chain, other_chain, pairs, other_pairs = other_chain, chain, other_pairs, pairs
-    chains = gl.cdiv(end - begin, CHAIN * PANELS * PANEL)
+    chains = gl.cdiv(end - begin, CHAIN * STEP)
     at = split.to(gl.int64) * T + t
     _store_squares(squares, at, end_pairs(pairs, chains), t < T, layout)
     _store_squares(squares, at + GROUP, end_pairs(other_pairs, chains), t + GROUP < T, layout)
@@ -136,16 +209,16 @@ def _residual_map(res, t, T, N: gl.constexpr):
 
 
 @gluon.jit
-def _ends_a_chain(step, begin, end):
+def _ends_a_chain(step, begin, end, STEP: gl.constexpr):
     """Whether a sum of this step is the last of a chain, or of the slice."""
-    done = (step // 2 + 1) * (PANELS * PANEL)
-    return (done % (CHAIN * PANELS * PANEL) == 0) | (done >= end - begin)
+    done = (step // 2 + 1) * STEP
+    return (done % (CHAIN * STEP) == 0) | (done >= end - begin)
 
 
 @gluon.jit
 def _split_phi(
-    pieces, norm_weight, loaded, piece, begin, PARTS: gl.constexpr, C: gl.constexpr, N: gl.constexpr,
-    TILES: gl.constexpr, PIECES: gl.constexpr,
+    pieces, norm_weight, loaded, piece, begin, C: gl.constexpr, N: gl.constexpr,
+    TILES: gl.constexpr, PIECES: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """A piece of phi becomes its parts, in place: of each tile eight rows of high parts, then eight of low ones."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
@@ -155,8 +228,8 @@ def _split_phi(
     for k in gl.static_range(N * TILES):
         rows = pieces.index(slot * N * TILES + k).load(layout)
         if norm_weight is not None:
-            c = k // TILES * C + begin + piece * PANEL + gl.arange(0, PANEL, gl.SliceLayout(0, layout))
-            rows *= gl.load(norm_weight + c).to(gl.float32)[None, :]
+            c, here = _channels_of(piece, begin, C, STEP, gl.SliceLayout(0, layout))
+            rows *= load_float(norm_weight, k // TILES * C + c, here)[None, :]
         high, low = bfloat16_parts(rows, True)
         parts = parts + (one_below_the_other(high, low),)
     gl.thread_barrier()
@@ -164,25 +237,29 @@ def _split_phi(
         four = one_below_the_other(
             one_below_the_other(parts[k], parts[k + 1]), one_below_the_other(parts[k + 2], parts[k + 3])
         )
-        pieces.index(slot * N * TILES + k)._reinterpret(gl.bfloat16, [8 * PHI_TILE, PANEL], PARTS).store(four)
+        pieces.index(slot * N * TILES + k)._reinterpret(gl.bfloat16, [8 * PHI_TILE, PANEL], SHARED).store(four)
     fence_async_shared()
     gl.thread_barrier()
 
 
 @gluon.jit
 def _project(
-    x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end, split,
-    PARTS: gl.constexpr, C: gl.constexpr, P: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
-    PIECES: gl.constexpr,
+    x_slots, own_phi, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end, split,
+    C: gl.constexpr, P: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
+    PIECES: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
     zero = gl.zeros([8 * PHI_TILE, GROUP], gl.float32, mma)
     nothing = sum_parts(zero)
     chain, other_chain = nothing, nothing * 0.0  # as in `_write`
     pairs, other_pairs = (nothing, nothing, nothing), (other_chain, other_chain, other_chain)
-    steps = (end - begin) // PANEL
+    steps = steps_of(begin, end, C, STEP)
+    if len(own_phi) > 0:  # nobody else loads it
+        for piece in range(PIECES):
+            if piece < steps:
+                _begin_piece(own_phi[0], pieces, phi_loaded, begin, piece, C, P, N, TILES, PIECES, STEP)
     for piece in range(2):
-        _split_phi(pieces, norm_weight, phi_loaded, piece, begin, PARTS, C, N, TILES, PIECES)
+        _split_phi(pieces, norm_weight, phi_loaded, piece, begin, C, N, TILES, PIECES, STEP)
     for step in range(steps):
         slot = step % STEPS_IN_FLIGHT
         mbarrier.wait(written.index(slot), step // STEPS_IN_FLIGHT % 2)
@@ -191,26 +268,30 @@ def _project(
             for o in gl.static_range(N):
                 # Rows of the next tiles follow those of a stream's parts; their sums are not stored.
                 tile = pieces.index(((step // 2 * 2 + p) % PIECES * N + o) * TILES)
-                rows = tile._reinterpret(gl.bfloat16, [8 * PHI_TILE, PANEL], PARTS)
+                rows = tile._reinterpret(gl.bfloat16, [8 * PHI_TILE, PANEL], SHARED)
                 columns = x_slots.index(slot * PANELS + p).slice(o * GROUP, GROUP).permute((1, 0))
                 z = warpgroup_mma(rows, columns, z, use_acc=(p + o) > 0, is_async=True)
         # Each step splits a piece of the next sum, while it multiplies; a fourth piece has room, or the third waits.
         if (PIECES > 3 or step % 2 == 0) and step + 2 < steps:
-            _split_phi(pieces, norm_weight, phi_loaded, step + 2, begin, PARTS, C, N, TILES, PIECES)
+            _split_phi(pieces, norm_weight, phi_loaded, step + 2, begin, C, N, TILES, PIECES, STEP)
         z = warpgroup_mma_wait(0, deps=[z])
         gl.thread_barrier()
         mbarrier.arrive(free.index(slot), count=1)
         if step % 2 == 1:
             mbarrier.arrive(phi_free.index((step - 1) % PIECES), count=1)
             mbarrier.arrive(phi_free.index(step % PIECES), count=1)
+            if len(own_phi) > 0:
+                for piece in range(step - 1 + PIECES, step + 1 + PIECES):
+                    if piece < steps:
+                        _begin_piece(own_phi[0], pieces, phi_loaded, begin, piece, C, P, N, TILES, PIECES, STEP)
             if PIECES == 3 and step + 2 < steps:
-                _split_phi(pieces, norm_weight, phi_loaded, step + 2, begin, PARTS, C, N, TILES, PIECES)
+                _split_phi(pieces, norm_weight, phi_loaded, step + 2, begin, C, N, TILES, PIECES, STEP)
         chain += sum_parts(z)
-        if _ends_a_chain(step, begin, end):
+        if _ends_a_chain(step, begin, end, STEP):
             pairs = push(pairs, chain, step // (2 * CHAIN))
             chain = nothing
         chain, other_chain, pairs, other_pairs = other_chain, chain, other_pairs, pairs
-    chains = gl.cdiv(end - begin, CHAIN * PANELS * PANEL)
+    chains = gl.cdiv(end - begin, CHAIN * STEP)
     slot = split.to(gl.int64) * T + first
     _store_sums(partials, slot, end_pairs(pairs, chains), T - first, P)
     _store_sums(partials, slot + GROUP, end_pairs(other_pairs, chains), T - first - GROUP, P)
@@ -244,47 +325,73 @@ def write_project_hopper_kernel(
     P: gl.constexpr,
     N: gl.constexpr,
     WIDTH: gl.constexpr,
+    STEP: gl.constexpr,
+    WORD: gl.constexpr,
 ):
     TILES: gl.constexpr = (P + PHI_TILE - 1) // PHI_TILE
     PIECES: gl.constexpr = 4 if TILES < 4 else 3  # as many as fit
-    PARTS: gl.constexpr = x.layout
+    TILED: gl.constexpr = C % (PANELS * PANEL) == 0
     first, split = gl.program_id(0) * (2 * GROUP), gl.program_id(1)
     begin, end = channels_of_part(split, span, WIDTH, C, MOST_PARTS)
-    x_slots = gl.allocate_shared_memory(gl.bfloat16, [STEPS_IN_FLIGHT * PANELS, N * GROUP, PANEL], x.layout)
-    f_slots = gl.allocate_shared_memory(gl.bfloat16, [STEPS_IN_FLIGHT * PANELS, GROUP, PANEL], f.layout)
+    x_slots = gl.allocate_shared_memory(gl.bfloat16, [STEPS_IN_FLIGHT * PANELS, N * GROUP, PANEL], SHARED)
+    f_slots = gl.allocate_shared_memory(gl.bfloat16, [STEPS_IN_FLIGHT * PANELS, GROUP, PANEL], SHARED)
     # A dot reads eight tiles' rows of parts from where a stream's begin, beyond the last ones too.
-    pieces = gl.allocate_shared_memory(gl.float32, [PIECES * N * TILES + 4 - TILES, PHI_TILE, PANEL], phi.layout)
+    pieces = gl.allocate_shared_memory(gl.float32, [PIECES * N * TILES + 4 - TILES, PHI_TILE, PANEL], SHARED_FLOAT)
     loaded = gl.allocate_shared_memory(gl.int64, [STEPS_IN_FLIGHT, 1], mbarrier.MBarrierLayout())
     written = gl.allocate_shared_memory(gl.int64, [STEPS_IN_FLIGHT, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STEPS_IN_FLIGHT, 1], mbarrier.MBarrierLayout())
     phi_loaded = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
     phi_free = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
     for k in gl.static_range(STEPS_IN_FLIGHT):
-        mbarrier.init(loaded.index(k), count=1)
+        mbarrier.init(loaded.index(k), count=1 if TILED else 32 * WORD_WARPS)
         mbarrier.init(written.index(k), count=1)
-        mbarrier.init(free.index(k), count=2)  # of `store` and of `project`
+        mbarrier.init(free.index(k), count=2 if TILED else 1)  # of `store` and of `project`
     for k in gl.static_range(PIECES):
-        mbarrier.init(phi_loaded.index(k), count=1)
+        mbarrier.init(phi_loaded.index(k), count=1 if TILED else 32 * WORD_WARPS)
         mbarrier.init(phi_free.index(k), count=1)
     fence_async_shared()
     COLLAPSES: gl.constexpr = x_in is not None
-    gl.warp_specialize(
-        [
-            (_write, (x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T, begin,
-                      end, split, COLLAPSES, N)),
-            (_project, (x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin,
-                        end, split, PARTS, C, P, N, TILES, PIECES)),
-            (load_steps, ((x,), (f,), (x_slots,), (f_slots,), loaded, free, first, begin, end, C, N, STEPS_IN_FLIGHT)),
-            (_load_phi, (phi, pieces, phi_loaded, phi_free, begin, end, C, N, TILES, PIECES)),
-            (store_steps, (y, x_in, x_slots, f_slots, written, free, first, begin, end, C, N, STEPS_IN_FLIGHT)),
-        ],
-        [4, 1, 1, 1],
-        [PROJECT_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
-    )  # fmt: skip
+    if TILED:
+        gl.warp_specialize(
+            [
+                (_write, (x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T,
+                          begin, end, split, COLLAPSES, C, N, STEP)),
+                (_project, (x_slots, (), pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T,
+                            begin, end, split, C, P, N, TILES, PIECES, STEP)),
+                (load_tiles, ((x,), (f,), (x_slots,), (f_slots,), loaded, free, first, begin, end, C, N,
+                              STEPS_IN_FLIGHT)),
+                (_load_phi_tiles, (phi, pieces, phi_loaded, phi_free, begin, end, C, N, TILES, PIECES)),
+                (store_tiles, (y, x_in, x_slots, f_slots, written, free, first, begin, end, C, N, STEPS_IN_FLIGHT)),
+            ],
+            [4, 1, 1, 1],
+            [PROJECT_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_write, (x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T,
+                          begin, end, split, COLLAPSES, C, N, STEP)),
+                (_project, (x_slots, (phi,), pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first,
+                            T, begin, end, split, C, P, N, TILES, PIECES, STEP)),
+                (_move, (x, f, y, x_in, x_slots, f_slots, loaded, written, free, first, T, begin, end, C, N, STEP,
+                         WORD)),
+            ],
+            [4, WORD_WARPS],
+            [PROJECT_REGISTERS_BESIDE_WORDS, WORD_REGISTERS],
+        )  # fmt: skip
+
+
+def most_rows(channels: int) -> int:
+    """Of phi, with so many channels: none where rows are aligned and do not make whole steps."""
+    if channels % SUM_WIDTH == 0:
+        return MAX_ROWS
+    return MAX_ROWS if channels % 8 else 0
 
 
 def _tiles(args: tuple[Any, ...], constants: dict[str, Any]) -> dict[int, Tiles]:
     T, C, P = args[12], args[14], args[15]
+    if C % SUM_WIDTH:
+        return {}
     streams, rows = Tiles((T, constants["N"] * C), STREAM_TILE), Tiles((T, C), STREAM_TILE)
     phi = Tiles((P, constants["N"] * C), (PHI_ROWS, STREAM_TILE[1]))
     tiles = {0: streams, 1: rows, 5: phi, 8: streams}

@@ -1,0 +1,324 @@
+"""Streams on their way into shared memory and out of it where rows begin anywhere: C is no multiple of 8.
+
+The copy engine moves tiles that begin at 16-byte boundaries (`_hopper_copies`). Here four warps copy rows themselves. A
+row is loaded from the last such boundary on, so its channels arrive up to seven places late. Those who compute put them
+in their places first (`turn_step`): a thread has eight neighbours, its neighbour lane the next eight, and the row says
+how many of these come in. A step has 120 channels, which with the seven before them fit into the 128 of a slot; the
+other places of it, and those beyond C, become 0.
+
+Rows are stored in words, of two channels or of four where C allows it. Where C is odd, every other row begins between
+words: its channels move one place, and the first and the last of a step are stored on their own.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from ._hopper_copies import GROUP, PANEL, PANELS, SHARED, place_of
+
+# Warps that copy, and registers for each of their threads.
+WORD_WARPS = gl.constexpr(4)
+WORD_REGISTERS = gl.constexpr(104)
+# Warps that turn what was loaded: those that compute.
+TURNING_WARPS = gl.constexpr(8)
+WIDTH = gl.constexpr(PANELS.value * PANEL.value)
+# Rows of which a thread has something that one piece of instructions moves: of 32 with 8 warps of two, and of 4 warps.
+ROWS_TURNED = 2
+ROWS_MOVED = 4
+
+
+def _instructions(count: int, lines: list[str]) -> tuple[str, str]:
+    """And their operands: so many words of a thread, and what each of their channels comes with, twice. Of either the
+    first is taken.
+    """
+    return "{" + "\n".join(lines) + "}", ",".join(["=&r"] * count + ["r"] * (5 * count))
+
+
+@gluon.constexpr_function
+def _turning(shifts):
+    """Of some rows, eight channels of each become those that begin so many places later, at most seven: they come from
+    the next lane, of sixteen in the row. The last lane's become 0.
+    """
+    count = 4 * len(shifts)
+    lane = f"${2 * count}"
+    lines = [
+        ".reg .pred last;",
+        f".reg .b32 next, {', '.join(f'w{k}' for k in range(9))};",
+        f"setp.eq.u32 last, {lane}, 15;",
+        f"add.u32 next, {lane}, 1;",
+    ]
+    for row, shift in enumerate(shifts):
+        own = [f"${count + 4 * row + k}" for k in range(4)]
+        places, odd = divmod(shift, 2)
+        for k in range(places + odd):
+            lines.append(f"shfl.sync.idx.b32 w{k}, {own[k]}, next, {(32 - 16) << 8 | 31}, 0xffffffff;")
+        words = (own + [f"w{k}" for k in range(4)])[places:]
+        for k in range(4):
+            if odd:
+                lines.append(f"prmt.b32 w8, {words[k]}, {words[k + 1]}, 0x5432;")
+            lines.append(f"selp.b32 ${4 * row + k}, 0, {'w8' if odd else words[k]}, last;")
+    return "{" + "\n".join(lines) + "}", ",".join(["=&r"] * count + ["r"] * (3 * count))
+
+
+def _turning_any() -> tuple[str, str]:
+    """The same for rows that all begin `late`, which their threads say."""
+    count = 4 * ROWS_TURNED
+    late, lane = f"${2 * count}", f"${4 * count}"
+    lines = [
+        ".reg .pred four, two, last;",
+        f".reg .b32 t, one, next, {', '.join(f'w{k}' for k in range(8))};",
+        f"and.b32 t, {late}, 4;",
+        "setp.ne.u32 four, t, 0;",
+        f"and.b32 t, {late}, 2;",
+        "setp.ne.u32 two, t, 0;",
+        f"and.b32 one, {late}, 1;",
+        "mad.lo.u32 one, one, 0x2222, 0x3210;",
+        f"setp.eq.u32 last, {lane}, 15;",
+        f"add.u32 next, {lane}, 1;",
+    ]
+    for begin in range(count, 2 * count, 4):
+        for k in range(4):
+            lines.append(f"shfl.sync.idx.b32 w{4 + k}, ${begin + k}, next, {(32 - 16) << 8 | 31}, 0xffffffff;")
+        own = [f"${begin + k}" for k in range(4)] + [f"w{k}" for k in range(4, 8)]
+        lines += [f"selp.b32 w{k}, {own[k + 2]}, {own[k]}, four;" for k in range(6)]
+        lines += [f"selp.b32 w{k}, w{k + 1}, w{k}, two;" for k in range(5)]
+        lines += [f"prmt.b32 w{k}, w{k}, w{k + 1}, one;" for k in range(4)]
+        lines += [f"selp.b32 ${begin - count + k}, 0, w{k}, last;" for k in range(4)]
+    return _instructions(count, lines)
+
+
+def _moving() -> tuple[str, str]:
+    """Rows, of which a thread has a word on either panel, one channel down if they are odd."""
+    count = 2 * ROWS_MOVED
+    odd, lane = f"${2 * count}", f"${4 * count}"
+    lines = [
+        ".reg .pred first;",
+        ".reg .b32 one, next, a, b;",
+        f"setp.eq.u32 first, {lane}, 0;",
+        f"add.u32 next, {lane}, 1;",
+        f"mad.lo.u32 one, {odd}, 0x2222, 0x3210;",
+    ]
+    for low in range(count, 2 * count, 2):
+        lines += [
+            f"selp.b32 a, ${low + 1}, ${low}, first;",
+            "shfl.sync.idx.b32 a, a, next, 31, 0xffffffff;",
+            f"shfl.sync.idx.b32 b, ${low + 1}, next, 31, 0xffffffff;",
+            f"prmt.b32 ${low - count}, ${low}, a, one;",
+            f"prmt.b32 ${low - count + 1}, ${low + 1}, b, one;",
+        ]
+    return _instructions(count, lines)
+
+
+TURN_ANY, TURN_ANY_OPERANDS = (gl.constexpr(text) for text in _turning_any())
+TURNED_AT_ONCE = gl.constexpr(8 * ROWS_TURNED)
+MOVE, MOVE_OPERANDS = (gl.constexpr(text) for text in _moving())
+MOVED_AT_ONCE = gl.constexpr(4 * ROWS_MOVED)
+
+
+@gluon.jit
+def _whole(slots, ROWS: gl.constexpr):
+    """Slots, two panels each, as [slots, ROWS, channels]."""
+    return slots._reinterpret(gl.bfloat16, [slots.shape[0] // PANELS, ROWS, WIDTH], SHARED)
+
+
+@gluon.jit
+def _origin(tensor, token, channel, C: gl.constexpr, N: gl.constexpr):
+    """Where a group's first row has a step's first channel: at a 16-byte boundary, since groups have 32 tokens."""
+    return tensor + (token.to(gl.int64) * (N * C) + channel) // 8 * 8
+
+
+@gluon.jit
+def _begin(tensor, tile, token, channel, T, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr):
+    """The rows of a step, begun. The vector that holds the tensor's last channel is loaded to its end."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WORD_WARPS, 1], [1, 0])
+    row = gl.arange(0, N * GROUP, gl.SliceLayout(1, layout))[:, None]
+    t = row % GROUP
+    # Every so many tokens a row begins as late as theirs: what the compiler need not work out for each of them.
+    PERIOD: gl.constexpr = 8 // N
+    late = (t % PERIOD * N + row // GROUP) * C
+    c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    pointers = c + _origin(tensor, token, channel, C, N) + late // 8 * 8 + t // PERIOD * (8 * C)
+    if (channel + STEP < C) & (token + GROUP <= T):
+        async_copy.async_copy_global_to_shared(tile, pointers)
+    else:
+        here = (token + t < T) & (c // 8 * 8 < late % 8 + (C - channel))
+        async_copy.async_copy_global_to_shared(tile, pointers, here)
+
+
+@gluon.constexpr_function
+def _turn_stream(channels, streams, stream):
+    """Of even tokens and of odd ones, which with four streams is all that matters."""
+    return _turning(tuple((parity * streams + stream) * channels % 8 for parity in range(ROWS_TURNED)))
+
+
+@gluon.jit
+def _turned(rows, c, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr):
+    """Rows of a stream with their channels in place. A thread has an even token and an odd one."""
+    how: gl.constexpr = _turn_stream(C, N, STREAM)
+    lane = (c // 8).broadcast_to(rows.shape)
+    return gl.inline_asm_elementwise(
+        how[0], how[1], [rows, lane], dtype=gl.bfloat16, is_pure=False, pack=TURNED_AT_ONCE
+    )
+
+
+@gluon.jit
+def _turned_rows(rows, t, c, C: gl.constexpr):
+    """The same where a token has one row. A thread's rows begin equally late, eight tokens apart or sixteen."""
+    late, lane = (t * C % 8).broadcast_to(rows.shape), (c // 8).broadcast_to(rows.shape)
+    return gl.inline_asm_elementwise(
+        TURN_ANY, TURN_ANY_OPERANDS, [rows, late, lane], dtype=gl.bfloat16, is_pure=False, pack=TURNED_AT_ONCE
+    )
+
+
+@gluon.jit
+def _ended(rows, c, channel, C: gl.constexpr, STEP: gl.constexpr):
+    """Without what lies beyond C."""
+    if channel + STEP >= C:
+        rows = gl.where(c < C - channel, rows, gl.zeros_like(rows))
+    return rows
+
+
+@gluon.jit
+def _turn_together(
+    tile, row_tiles, channel, FIRST: gl.constexpr, COUNT: gl.constexpr, C: gl.constexpr, N: gl.constexpr,
+    STEP: gl.constexpr,
+):  # fmt: skip
+    """Some streams of a slot, and rows beside them, all loaded before the first is stored."""
+    by_parity: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [1, 0]],
+        [[0, 8], [0, 16], [0, 32], [0, 64], [2, 0]],
+        [[4, 0], [8, 0], [16, 0]],
+        [],
+        [GROUP, WIDTH],
+    )
+    in_turn: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [TURNING_WARPS, 1], [1, 0])
+    c = gl.arange(0, WIDTH, gl.SliceLayout(0, by_parity))[None, :]
+    c_rows = gl.arange(0, WIDTH, gl.SliceLayout(0, in_turn))[None, :]
+    t_rows = gl.arange(0, GROUP, gl.SliceLayout(1, in_turn))[:, None]
+    streams = ()
+    rows = ()
+    for i in gl.static_range(FIRST, FIRST + COUNT):
+        streams = streams + (tile.slice(i * GROUP, GROUP).load(by_parity),)
+    for k in gl.static_range(len(row_tiles)):
+        rows = rows + (row_tiles[k].load(in_turn),)
+    turned = ()
+    turned_rows = ()
+    for k in gl.static_range(COUNT):
+        turned = turned + (_turned(streams[k], c, C, N, FIRST + k),)
+    for k in gl.static_range(len(row_tiles)):
+        turned_rows = turned_rows + (_turned_rows(rows[k], t_rows, c_rows, C),)
+    for k in gl.static_range(COUNT):
+        tile.slice((FIRST + k) * GROUP, GROUP).store(_ended(turned[k], c, channel, C, STEP))
+    for k in gl.static_range(len(row_tiles)):
+        row_tiles[k].store(_ended(turned_rows[k], c_rows, channel, C, STEP))
+
+
+@gluon.jit
+def turn_step(
+    stream_slots, row_slots, step, begin, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr, SLOTS: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):  # fmt: skip
+    """Puts a step's channels in their places, in slots [panels, rows, channels], as many of streams as of rows; by all
+    warps of those who compute, so many streams at a time as they have registers for.
+    """
+    channel = begin + step // 2 * STEP
+    for j in gl.static_range(len(stream_slots)):
+        tile = _whole(stream_slots[j], N * GROUP).index(step % SLOTS)
+        row_tile = _whole(row_slots[j], GROUP).index(step % SLOTS)
+        for i in gl.static_range(0, N - TOGETHER, TOGETHER):
+            _turn_together(tile, (), channel, i, TOGETHER, C, N, STEP)
+        _turn_together(tile, (row_tile,), channel, N - TOGETHER, TOGETHER, C, N, STEP)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _store(
+    tensor, tile, token, channel, T, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr, WORD: gl.constexpr,
+    STREAM: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([1, WORD], [WORD // 2, PANEL // WORD], [WORD_WARPS, 1], [1, 0])
+    MAY_BE_ODD: gl.constexpr = C % 2 == 1 and (N == 1 or STREAM % 2 == 1)
+    t = gl.arange(0, GROUP, gl.SliceLayout(1, layout))[:, None]
+    c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
+    word = c // WORD * WORD
+    start, odd = _starts(t, C, N, STREAM)
+    origin = _origin(tensor, token, channel, C, N)
+    rows = tile.load(layout)
+    words = _moved(rows, odd, c) if MAY_BE_ODD else rows
+    pointers = c + origin + (start + odd) // WORD * WORD
+    if (channel + STEP < C) & (token + GROUP <= T):
+        gl.store(pointers, words, mask=word < STEP - 2 * odd)
+        if MAY_BE_ODD:
+            _store_ends(origin, rows, C, N, STEP, STREAM)
+    else:
+        count = gl.minimum(C - channel, STEP)
+        whole = (count - odd) // WORD * WORD
+        gl.store(pointers, words, mask=(token + t < T) & (word < whole))
+        if C % 2 == 1:  # the first of an odd row, and what may be left at its end
+            alone = (c < odd) | ((c >= odd + whole) & (c < count))
+            gl.store(c + origin + start, rows, mask=(token + t < T) & alone)
+
+
+@gluon.jit
+def _starts(t, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr):
+    """Where rows begin behind the group's first one, and whether that is between words of two."""
+    if C % 2 == 0:
+        return t * (N * C) + STREAM * C, t * 0
+    elif N == 1:
+        return t * C, t % 2
+    else:
+        return t * (N * C) + STREAM * C, t * 0 + STREAM % 2
+
+
+@gluon.jit
+def _moved(rows, odd, c):
+    return gl.inline_asm_elementwise(
+        MOVE,
+        MOVE_OPERANDS,
+        [rows, odd.broadcast_to(rows.shape), (c % PANEL // 2).broadcast_to(rows.shape)],
+        dtype=gl.bfloat16,
+        is_pure=False,
+        pack=MOVED_AT_ONCE,
+    )
+
+
+@gluon.jit
+def _store_ends(origin, rows, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr, STREAM: gl.constexpr):
+    """Of odd rows of a step the first and the last channel, which make no whole word, by two lanes at once."""
+    even, uneven = gl.split(gl.reshape(rows, (GROUP, WIDTH // 2, 2)))
+    layout: gl.constexpr = even.type.layout
+    start, odd = _starts(gl.arange(0, GROUP, gl.SliceLayout(1, layout))[:, None], C, N, STREAM)
+    pair = gl.arange(0, WIDTH // 2, gl.SliceLayout(0, layout))[None, :]
+    places = gl.where(pair == 0, 0, STEP - 1) + origin + start
+    is_end = (pair == 0) | (pair == STEP // 2 - 1)
+    gl.store(places, gl.where(pair == 0, even, uneven), mask=(odd == 1) & is_end)
+
+
+@gluon.jit
+def begin_step(
+    streams, rows, stream_slots, row_slots, loaded, step, first, T, begin, C: gl.constexpr, N: gl.constexpr,
+    STEP: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """As a step of `load_tiles`: those who wait for it hear of it when it has arrived."""
+    token, channel = place_of(step, first, begin, STEP)
+    for j in gl.static_range(len(streams)):
+        tile = _whole(stream_slots[j], N * GROUP).index(step % SLOTS)
+        _begin(streams[j], tile, token, channel, T, C, N, STEP)
+    for j in gl.static_range(len(rows)):
+        tile = _whole(row_slots[j], GROUP).index(step % SLOTS)
+        _begin(rows[j], tile, token, channel, T, C, 1, STEP)
+    async_copy.mbarrier_arrive(loaded.index(step % SLOTS), increment_count=False)
+
+
+@gluon.jit
+def store_step(
+    streams, row, stream_slots, row_slots, step, first, T, begin, C: gl.constexpr, N: gl.constexpr,
+    STEP: gl.constexpr, WORD: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """As a step of `store_tiles`."""
+    token, channel = place_of(step, first, begin, STEP)
+    tile = _whole(stream_slots, N * GROUP).index(step % SLOTS)
+    for i in gl.static_range(N):
+        _store(streams, tile.slice(i * GROUP, GROUP), token, channel, T, C, N, STEP, WORD, i)
+    if row is not None:
+        _store(row, _whole(row_slots, GROUP).index(step % SLOTS), token, channel, T, C, 1, STEP, WORD, 0)
