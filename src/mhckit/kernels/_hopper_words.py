@@ -1,13 +1,16 @@
 """Streams on their way into shared memory and out of it where rows begin anywhere: C is no multiple of 8.
 
-The copy engine moves tiles that begin at 16-byte boundaries (`_hopper_copies`). Here four warps copy rows themselves. A
-row is loaded from the last such boundary on, so its channels arrive up to seven places late. Those who compute put them
-in their places first (`turn_step`): a thread has eight neighbours, its neighbour lane the next eight, and the row says
-how many of these come in. A step has 120 channels, which with the seven before them fit into the 128 of a slot; the
-other places of it, and those beyond C, become 0.
+The copy engine moves tiles that begin at 16-byte boundaries (`_hopper_copies`). Here four warps copy rows themselves:
 
-Rows are stored in words, of two channels or of four where C allows it. Where C is odd, every other row begins between
-words: its channels move one place, and the first and the last of a step are stored on their own.
+    begin_step      loads rows from the last such boundary on, 16 bytes at a time, straight to shared memory. Channels
+                    arrive up to seven places late
+    turn_step       is called by those who compute, before they do: a thread holds eight places of a row, the next lane
+                    the next eight, and how late the row is says how many of those come in
+    store_step      stores words, of two channels or of four where C allows it. Where C is odd, every other row begins
+                    between words: its channels move one place, and a step's first and last are stored on their own
+
+A step has 120 channels, which fit into the 128 places of a slot with the seven before them. The other places, and those
+beyond C, become 0. Steps, groups and slots are those of `_hopper_copies`.
 """
 
 from triton.experimental import gluon
@@ -19,25 +22,28 @@ from ._hopper_copies import GROUP, PANEL, PANELS, SHARED, place_of
 # Warps that copy, and registers for each of their threads.
 WORD_WARPS = gl.constexpr(4)
 WORD_REGISTERS = gl.constexpr(104)
-# Warps that turn what was loaded: those that compute.
+# Warps that compute, and turn what was loaded.
 TURNING_WARPS = gl.constexpr(8)
+# Places of a row in a slot.
 WIDTH = gl.constexpr(PANELS.value * PANEL.value)
-# Rows of which a thread has something that one piece of instructions moves: of 32 with 8 warps of two, and of 4 warps.
+# Rows that a piece of instructions is written for: all that a thread has when it turns a group of 32, and half of those
+# that it has when it stores one.
 ROWS_TURNED = 2
 ROWS_MOVED = 4
 
 
-def _instructions(count: int, lines: list[str]) -> tuple[str, str]:
-    """And their operands: so many words of a thread, and what each of their channels comes with, twice. Of either the
-    first is taken.
+@gluon.constexpr_function
+def _instructions(words, given, lines):
+    """With their operands: the words that come out, as many that go in, and for each channel of these what else is
+    given, 32 bits each, of which a thread's first are taken.
     """
-    return "{" + "\n".join(lines) + "}", ",".join(["=&r"] * count + ["r"] * (5 * count))
+    return "{" + "\n".join(lines) + "}", ",".join(["=&r"] * words + ["r"] * words * (1 + 2 * given))
 
 
 @gluon.constexpr_function
 def _turning(shifts):
-    """Of some rows, eight channels of each become those that begin so many places later, at most seven: they come from
-    the next lane, of sixteen in the row. The last lane's become 0.
+    """A thread's eight places of each row become those that begin with such a one of them, the seventh at most; the
+    others come from the next lane, of sixteen in the row. Given: the lane. The last lane's become 0.
     """
     count = 4 * len(shifts)
     lane = f"${2 * count}"
@@ -57,11 +63,11 @@ def _turning(shifts):
             if odd:
                 lines.append(f"prmt.b32 w8, {words[k]}, {words[k + 1]}, 0x5432;")
             lines.append(f"selp.b32 ${4 * row + k}, 0, {'w8' if odd else words[k]}, last;")
-    return "{" + "\n".join(lines) + "}", ",".join(["=&r"] * count + ["r"] * (3 * count))
+    return _instructions(count, 1, lines)
 
 
 def _turning_any() -> tuple[str, str]:
-    """The same for rows that all begin `late`, which their threads say."""
+    """The same for rows that are all equally late. Given: how late, and the lane."""
     count = 4 * ROWS_TURNED
     late, lane = f"${2 * count}", f"${4 * count}"
     lines = [
@@ -84,11 +90,13 @@ def _turning_any() -> tuple[str, str]:
         lines += [f"selp.b32 w{k}, w{k + 1}, w{k}, two;" for k in range(5)]
         lines += [f"prmt.b32 w{k}, w{k}, w{k + 1}, one;" for k in range(4)]
         lines += [f"selp.b32 ${begin - count + k}, 0, w{k}, last;" for k in range(4)]
-    return _instructions(count, lines)
+    return _instructions(count, 2, lines)
 
 
 def _moving() -> tuple[str, str]:
-    """Rows, of which a thread has a word on either panel, one channel down if they are odd."""
+    """Rows, of which a thread has a word on either panel, one channel down if they are odd. Given: whether they are,
+    and the lane, of 32.
+    """
     count = 2 * ROWS_MOVED
     odd, lane = f"${2 * count}", f"${4 * count}"
     lines = [
@@ -106,7 +114,7 @@ def _moving() -> tuple[str, str]:
             f"prmt.b32 ${low - count}, ${low}, a, one;",
             f"prmt.b32 ${low - count + 1}, ${low + 1}, b, one;",
         ]
-    return _instructions(count, lines)
+    return _instructions(count, 2, lines)
 
 
 TURN_ANY, TURN_ANY_OPERANDS = (gl.constexpr(text) for text in _turning_any())
@@ -129,7 +137,9 @@ def _origin(tensor, token, channel, C: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def _begin(tensor, tile, token, channel, T, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr):
-    """The rows of a step, begun. The vector that holds the tensor's last channel is loaded to its end."""
+    """The rows of a step, begun. 16 bytes that hold the tensor's last channel are loaded to their end, as far as any
+    memory is allocated.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WORD_WARPS, 1], [1, 0])
     row = gl.arange(0, N * GROUP, gl.SliceLayout(1, layout))[:, None]
     t = row % GROUP

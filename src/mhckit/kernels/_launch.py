@@ -204,9 +204,19 @@ def slice_width(channels: int, step: int = SUM_WIDTH) -> int:
     return cdiv(cdiv(channels, slices), step) * step
 
 
+def has_hopper_channels(channels: int) -> bool:
+    """Whether kernels written for Hopper take so many: whole steps, or rows that begin anywhere. Where 8 divides C and
+    128 does not, plain ones are faster: 132 us for F1 and 208 for J at 8192 x 2880, where 162 and 236 were measured
+    (benchmarks/results/attempts.jsonl).
+    """
+    return channels % SUM_WIDTH == 0 or (channels > SUM_WIDTH and channels % 8 > 0)
+
+
 def hopper_step(channels: int) -> int:
-    """Channels of one step, and of one sum, where a kernel is written for Hopper (`_hopper_words` has the fewer)."""
-    return SUM_WIDTH - 8 * (channels % 8 > 0)
+    """Channels of one step, and of one sum, where a kernel is written for Hopper: 120 where rows begin anywhere, and
+    bring what lies before them (`_hopper_words`).
+    """
+    return SUM_WIDTH if channels % 8 == 0 else SUM_WIDTH - 8
 
 
 def hopper_word(channels: int) -> int:

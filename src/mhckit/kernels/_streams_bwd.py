@@ -47,12 +47,12 @@ from ._launch import (
     FLOAT,
     HAS_GLUON,
     PHI_BLOCK,
-    SUM_WIDTH,
     Launch,
     PhiLayout,
     cdiv,
     channels_per_thread,
     dots_stay_in_threads,
+    has_hopper_channels,
     has_hopper_forms,
     loads_ahead,
     packed_dz_width,
@@ -309,15 +309,15 @@ def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, pr
 def hopper_phi_layout(x: Tensor, g: Tensor | None, dx_in: Tensor | None, write: Write, rows: int) -> PhiLayout | None:
     """How J's form for Hopper wants phi, or None where it is the plain form that runs, whatever the number of tokens.
 
-    It wants four streams of bfloat16, all of their gradient's parts, a projection of at most 32 rows, a step of channels
-    or more, and no bias.
+    It wants four streams of bfloat16, all of their gradient's parts, a projection of at most 32 rows, channels that it
+    can take, and no bias.
     """
     if _hopper is None or g is None or dx_in is None or write.f_bias is not None or not has_hopper_forms(x.device):
         return None
     narrow = all(tensor.dtype == BFLOAT for tensor in (x, g, dx_in, write.f))
     streams, channels = x.shape[-2:]
     layout = _hopper.phi_layout(rows, channels)
-    fits = 0 < layout.rows <= _hopper.MAX_PART_ROWS and (channels % SUM_WIDTH == 0 or channels % 8 > 0)
+    fits = 0 < layout.rows <= _hopper.MAX_PART_ROWS and has_hopper_channels(channels)
     return layout if narrow and streams == 4 and fits else None
 
 

@@ -7,6 +7,9 @@ As in `_write_project_hopper` every kind of work has warps of its own, and rows 
     compute     eight warps; dx takes the place of x in its slot, df that of f
     store       the copy engine takes both out of the slot
 
+Where rows begin anywhere, because C is no multiple of 8, four warps move them instead of `load` and `store`, steps have
+120 channels, and `compute` begins with putting them in their places (`_hopper_words`).
+
 A program has 64 tokens, in two groups of 32 that share phi and take turns: step 2k is the first group's, step 2k + 1
 the second's, both with the same 128 channels. A thread holds eight neighbouring channels of one token, the
 token's coefficients, which it loads anew for every step, and its share of the sums over channels of both groups.

@@ -10,8 +10,8 @@ and f, writes y: 18C bytes per token for 4 streams of 2-byte activations, 20C wi
 Sums are over SUM_WIDTH channels of all streams at a time. A program takes `span` channels: a slice or a part of it,
 whose sums it adds up, or with few tokens the channels of one sum, so that many programs share a token. `_partial_sums`
 has the order.
-Where SUM_WIDTH is None, a slice is one sum (`sum_width`). Many tokens on Hopper have a form of their own, with the same
-sums: `_write_project_hopper`.
+Where SUM_WIDTH is None, a slice is one sum (`sum_width`). On Hopper many tokens have a form of their own, with the same
+sums, and so has any number of them whose rows begin anywhere: `_write_project_hopper`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from ._launch import (
     Launch,
     cdiv,
     fills,
+    has_hopper_channels,
     has_hopper_forms,
     has_ptx,
     hopper_step,
@@ -393,13 +394,8 @@ def _hopper_form(args: tuple[Any, ...]) -> Form | None:
         return None
     narrow = all(tensor.dtype == BFLOAT for tensor in (x, f, y, x_in) if tensor is not None)
     (rows, _), (streams, channels) = phi.shape, x.shape[-2:]
-    if (
-        not narrow
-        or phi.dtype != FLOAT
-        or streams != 4
-        or rows > _hopper.MAX_ROWS
-        or (channels % 8 == 0 and channels % SUM_WIDTH)
-    ):
+    fits = streams == 4 and rows <= _hopper.MAX_ROWS and has_hopper_channels(channels)
+    if not narrow or phi.dtype != FLOAT or not fits:
         return None
     step = hopper_step(channels)
     constants = dict(N=streams, WIDTH=slice_width(channels, step), STEP=step, WORD=hopper_word(channels), num_warps=8)

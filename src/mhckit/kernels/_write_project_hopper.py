@@ -10,6 +10,10 @@ has warps of its own, which wait for each other at barriers and never for themse
     load_phi    the copy engine brings the pieces of phi, 64 channels each
     project     four warps split phi in bfloat16 parts, in place, and multiply them with y, also in place
 
+Where rows begin anywhere, because C is no multiple of 8, four warps move them instead of `load` and `store`, `write`
+begins with putting channels in their places (`_hopper_words`), and `project` loads phi. Sums are then over 120 channels
+instead of 128, and this form serves few tokens, too: the plain one has other sums there.
+
 A program has 64 tokens, in two groups of 32 that share a piece of phi and take turns: step 2k is the first group's,
 step 2k + 1 the second's, both with the 128 channels that make one sum. Loops are kept short: five of them run at once
 on a multiprocessor, and unrolled they wait for their own instructions (213 us instead of 169, docs/performance.md).
@@ -63,13 +67,14 @@ MAX_ROWS = 4 * PHI_ROWS
 PHI_TILE = gl.constexpr(PHI_ROWS)
 MOST_PARTS = gl.constexpr(MAX_PARTS)
 STEPS_IN_FLIGHT = gl.constexpr(3)
-# For each thread of `project`; `write` has what the others leave of 64K.
+# For each thread of `project`, where the copy engine moves the streams and where warps do; `write` has what the others
+# leave of 64K.
 PROJECT_REGISTERS = gl.constexpr(176)
 PROJECT_REGISTERS_BESIDE_WORDS = gl.constexpr(152)
 
 
 @gluon.jit
-def _load_phi_tiles(
+def _load_phi(
     phi, pieces, loaded, free, begin, end, C: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
     PIECES: gl.constexpr,
 ):  # fmt: skip
@@ -217,8 +222,8 @@ def _ends_a_chain(step, begin, end, STEP: gl.constexpr):
 
 @gluon.jit
 def _split_phi(
-    pieces, norm_weight, loaded, piece, begin, C: gl.constexpr, N: gl.constexpr,
-    TILES: gl.constexpr, PIECES: gl.constexpr, STEP: gl.constexpr,
+    pieces, norm_weight, loaded, piece, begin, C: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
+    PIECES: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """A piece of phi becomes its parts, in place: of each tile eight rows of high parts, then eight of low ones."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
@@ -245,9 +250,9 @@ def _split_phi(
 @gluon.jit
 def _project(
     x_slots, own_phi, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end, split,
-    C: gl.constexpr, P: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
-    PIECES: gl.constexpr, STEP: gl.constexpr,
+    C: gl.constexpr, P: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr, PIECES: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
+    """own_phi: phi, where it is loaded here, or nothing."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
     zero = gl.zeros([8 * PHI_TILE, GROUP], gl.float32, mma)
     nothing = sum_parts(zero)
@@ -345,7 +350,7 @@ def write_project_hopper_kernel(
     for k in gl.static_range(STEPS_IN_FLIGHT):
         mbarrier.init(loaded.index(k), count=1 if TILED else 32 * WORD_WARPS)
         mbarrier.init(written.index(k), count=1)
-        mbarrier.init(free.index(k), count=2 if TILED else 1)  # of `store` and of `project`
+        mbarrier.init(free.index(k), count=2 if TILED else 1)  # of `project`, and of `store`
     for k in gl.static_range(PIECES):
         mbarrier.init(phi_loaded.index(k), count=1 if TILED else 32 * WORD_WARPS)
         mbarrier.init(phi_free.index(k), count=1)
@@ -360,7 +365,7 @@ def write_project_hopper_kernel(
                             begin, end, split, C, P, N, TILES, PIECES, STEP)),
                 (load_tiles, ((x,), (f,), (x_slots,), (f_slots,), loaded, free, first, begin, end, C, N,
                               STEPS_IN_FLIGHT)),
-                (_load_phi_tiles, (phi, pieces, phi_loaded, phi_free, begin, end, C, N, TILES, PIECES)),
+                (_load_phi, (phi, pieces, phi_loaded, phi_free, begin, end, C, N, TILES, PIECES)),
                 (store_tiles, (y, x_in, x_slots, f_slots, written, free, first, begin, end, C, N, STEPS_IN_FLIGHT)),
             ],
             [4, 1, 1, 1],
@@ -379,13 +384,6 @@ def write_project_hopper_kernel(
             [4, WORD_WARPS],
             [PROJECT_REGISTERS_BESIDE_WORDS, WORD_REGISTERS],
         )  # fmt: skip
-
-
-def most_rows(channels: int) -> int:
-    """Of phi, with so many channels: none where rows are aligned and do not make whole steps."""
-    if channels % SUM_WIDTH == 0:
-        return MAX_ROWS
-    return MAX_ROWS if channels % 8 else 0
 
 
 def _tiles(args: tuple[Any, ...], constants: dict[str, Any]) -> dict[int, Tiles]:
