@@ -53,6 +53,25 @@ def in_form(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Callable[..
     return write_project
 
 
+@pytest.fixture
+def in_either_form(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> Callable[..., list[list[Tensor]]]:
+    """What F1 writes on Hopper and in plain Triton, with its sums over all channels, where rows begin anywhere."""
+    on_hopper = _write_project._hopper_form
+
+    def write_project(inputs: dict[str, Tensor | None], weights: Tensor | None) -> list[list[Tensor]]:
+        results = []
+        for form, name in ((on_hopper, "write_project_hopper_kernel"), (lambda args: None, "write_project_kernel")):
+            monkeypatch.setattr(_write_project, "_hopper_form", form)
+            x_in = None if weights is None else torch.full_like(inputs["f"], torch.nan)
+            y, projection = _write_project.write_project(**inputs, collapse=_write_project.Collapse(weights, x_in))
+            assert launched[-1] == name
+            sums = [projection.z.sum(0), projection.squares.sum(0)]
+            results.append([y, *sums, *(() if x_in is None else (x_in,))])
+        return results
+
+    return write_project
+
+
 def _inputs(tokens: int, channels: int, rows: int = 24, *, mixes: bool = True, optional: bool = False):
     torch.manual_seed(tokens + channels + rows)
 
@@ -77,6 +96,13 @@ def _assert_same(got: list[Tensor], want: list[Tensor]) -> None:
         assert torch.equal(here, there), name
 
 
+def _assert_close(got: list[Tensor], want: list[Tensor]) -> None:
+    (y, *sums), (plain_y, *plain_sums) = got, want
+    _assert_same([y, *got[3:]], [plain_y, *want[3:]])
+    for here, there in zip(sums[:2], plain_sums[:2], strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5 * there.abs().max().item())
+
+
 @pytest.mark.parametrize("channels", [128, 384, 1024, 1152, 2560, 5120, 7168, 9088])
 @pytest.mark.parametrize("tokens", [1, 31, 33, 64, 95, 200])
 def test_sizes(tokens: int, channels: int, in_form: Callable[..., list[Tensor]]) -> None:
@@ -93,6 +119,50 @@ def test_options(rows: int, mixes: bool, optional: bool, collapses: bool, in_for
     inputs, weights = _inputs(130, 640, rows, mixes=mixes, optional=optional)
     weights = weights if collapses else None
     _assert_same(in_form(True, inputs, weights), in_form(False, inputs, weights))
+
+
+@pytest.mark.parametrize("channels", [129, 130, 132, 255, 1001, 2559, 5129])
+@pytest.mark.parametrize("tokens", [1, 31, 33, 64, 95, 200])
+def test_rows_that_begin_anywhere(
+    tokens: int, channels: int, in_either_form: Callable[..., list[list[Tensor]]]
+) -> None:
+    """The same bits of what is written; of the sums, which end elsewhere, about the same."""
+    _assert_close(*in_either_form(*_inputs(tokens, channels)))
+
+
+@pytest.mark.parametrize("rows", [1, 24, 25, 32])
+@pytest.mark.parametrize("mixes", [True, False])
+@pytest.mark.parametrize("optional", [True, False])
+@pytest.mark.parametrize("collapses", [True, False])
+def test_options_where_rows_begin_anywhere(
+    rows: int, mixes: bool, optional: bool, collapses: bool, in_either_form: Callable[..., list[list[Tensor]]]
+) -> None:
+    inputs, weights = _inputs(130, 641, rows, mixes=mixes, optional=optional)
+    _assert_close(*in_either_form(inputs, weights if collapses else None))
+
+
+def test_rows_that_begin_anywhere_many_times(in_either_form: Callable[..., list[list[Tensor]]]) -> None:
+    inputs, weights = _inputs(20_001, 1281)
+    first, plain = in_either_form(inputs, weights)
+    _assert_close(first, plain)
+    for _ in range(20):
+        _assert_same(in_either_form(inputs, weights)[0], first)
+
+
+@pytest.mark.parametrize("channels", [2559, 5129])
+def test_parts_of_rows_that_begin_anywhere(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits however many programs share a slice."""
+    drawn = dict(dtype=torch.bfloat16, device=DEVICE, draw_on=DEVICE)
+    call = make_call("junction", RECIPES["deepseek_v4"], lead=(130,), channels=channels, **drawn)
+    width, results = slice_width(channels, 120), []
+    monkeypatch.setattr(_launcher, "observer", _launcher.run_now)  # a repeated call would have the first one's parts
+    for span in (width, 1920, 960):
+        monkeypatch.setattr(_write_project, "write_project_span", lambda *_args, span=span: span)
+        with torch.no_grad():
+            results.append(call())
+    for other in results[1:]:
+        for here, there in zip(other, results[0], strict=True):
+            assert not there.isnan().any() and torch.equal(here, there)
 
 
 def test_many_programs_and_many_times(in_form: Callable[..., list[Tensor]]) -> None:
@@ -140,6 +210,7 @@ def _names(call: Any, launched: list[str]) -> list[str]:
     ("deepseek_v4", torch.bfloat16, 192, False),
     ("deepseek_v4", torch.float16, 256, False),
     ("deepseek_v4", torch.float32, 256, False),
+    ("deepseek_v4", torch.float16, 257, False),
 ])  # fmt: skip
 def test_where_it_is_used(name: str, dtype: torch.dtype, channels: int, hopper: bool, launched: list[str]) -> None:
     multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
@@ -169,7 +240,7 @@ def test_parts_of_a_slice(
 
     def spy(*args: Any) -> int:
         span = write_project_span(*args)
-        seen.append(_write_project._slots(channels, span))
+        seen.append(_write_project._slots(channels, slice_width(channels), span))
         return span
 
     monkeypatch.setattr(_write_project, "write_project_span", spy)

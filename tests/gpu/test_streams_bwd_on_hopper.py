@@ -56,15 +56,23 @@ def _grid(launches: list[tuple[str, tuple[int, ...]]]) -> tuple[int, ...] | None
     ("mhc_lite", ("f_bias",)),  # 32 rows of phi
     ("mhc_lite", ("f_bias", "out_norm_weight")),
 ])  # fmt: skip
-@pytest.mark.parametrize("tokens", [33, 200])
-def test_every_kind_of_recipe(name: str, without: tuple[str, ...], tokens: int, launched: list[Any]) -> None:
-    """A group that is hardly there, and several programs of which the last has one that is not full."""
-    _assert_accurate(_call(name, tokens, 384, without=without), launched)
+@pytest.mark.parametrize(("tokens", "channels"), [(33, 384), (200, 384), (77, 385)])
+def test_every_kind_of_recipe(
+    name: str, without: tuple[str, ...], tokens: int, channels: int, launched: list[Any]
+) -> None:
+    """A group that is hardly there, several programs of which the last has one that is not full, and rows that begin
+    anywhere.
+    """
+    _assert_accurate(_call(name, tokens, channels, without=without), launched)
 
 
-@pytest.mark.parametrize(("tokens", "channels"), [(1, 128), (95, 1152), (64, 2176)])
+@pytest.mark.parametrize(("tokens", "channels"), [
+    (1, 128), (95, 1152), (64, 2176), (1, 129), (33, 130), (70, 132), (65, 255), (95, 1153), (64, 2559),
+])  # fmt: skip
 def test_sizes(tokens: int, channels: int, launched: list[Any]) -> None:
-    """One step of one token, one sum over channels of many steps, and two, of which the second is shorter."""
+    """One step of one token, one sum over channels of many steps, and two, of which the second is shorter; the same
+    where rows begin anywhere, at every second place, and at every fourth.
+    """
     _assert_accurate(_call("deepseek_v4", tokens, channels), launched)
 
 
@@ -80,7 +88,7 @@ def _assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], value), name
 
 
-@pytest.mark.parametrize("channels", [2176, 4096, 9088])
+@pytest.mark.parametrize("channels", [2176, 4096, 9088, 2559, 5129])
 def test_however_programs_share_the_channels(
     channels: int, launched: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,9 +104,10 @@ def test_however_programs_share_the_channels(
     _assert_same(results[2], results[0])
 
 
-def test_many_programs_and_many_times() -> None:
+@pytest.mark.parametrize("channels", [1280, 1281])
+def test_many_programs_and_many_times(channels: int) -> None:
     """Waves of programs, the last one partly there; warps that wait for each other never mix up two steps."""
-    call = _call("deepseek_v4", 20_001, 1280, draw_on=DEVICE)
+    call = _call("deepseek_v4", 20_001, channels, draw_on=DEVICE)
     want = run(call, "triton")
     with torch.no_grad():
         outputs = call()
@@ -112,10 +121,11 @@ def test_many_programs_and_many_times() -> None:
     ("deepseek_v4", ("f_bias",)),
     ("deepseek_v41", ("f_bias", "out_norm_weight")),
 ])  # fmt: skip
-def test_a_token_alone_and_in_a_batch(name: str, without: tuple[str, ...], launched: list[Any]) -> None:
+@pytest.mark.parametrize("channels", [2048, 2049])
+def test_a_token_alone_and_in_a_batch(name: str, without: tuple[str, ...], channels: int, launched: list[Any]) -> None:
     """A program for each sum of a token's channels, and one for all of them."""
     tokens = 64 * torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    call = _call(name, tokens, 2048, without=without, draw_on=DEVICE)
+    call = _call(name, tokens, channels, without=without, draw_on=DEVICE)
     cotangents = cotangents_of(call())
     batch = run(call, "triton", cotangents)
     assert _grid(launched) == (cdiv(tokens, 64), 1)
@@ -129,8 +139,9 @@ def test_a_token_alone_and_in_a_batch(name: str, without: tuple[str, ...], launc
                 assert torch.equal(value[0], batch[key][token]), (key, token)
 
 
-def test_what_is_not_a_number_stays_with_its_token(launched: list[Any]) -> None:
-    call = _call("deepseek_v4", 70, 256, without=("f_bias", "out_norm_weight"))
+@pytest.mark.parametrize("channels", [256, 257])
+def test_what_is_not_a_number_stays_with_its_token(channels: int, launched: list[Any]) -> None:
+    call = _call("deepseek_v4", 70, channels, without=("f_bias", "out_norm_weight"))
     whole = run(call, "triton")
     assert _grid(launched) is not None
     call.tensors["f"][40, 7] = torch.nan
@@ -147,6 +158,8 @@ def test_what_is_not_a_number_stays_with_its_token(launched: list[Any]) -> None:
     ("mhc_lite", {}, True),
     ("deepseek_v4", {"without": ()}, False),  # a bias of f
     ("deepseek_v4", {"channels": 192}, False),
+    ("deepseek_v4", {"channels": 257}, True),
+    ("deepseek_v4", {"channels": 127}, False),
     ("deepseek_v4", {"dtype": torch.float16}, False),
     ("deepseek_v4", {"dtype": torch.float32}, False),
 ])  # fmt: skip

@@ -18,6 +18,8 @@ from mhckit.kernels._launch import (
     SUM_WIDTH,
     fills,
     has_hopper_forms,
+    hopper_step,
+    hopper_word,
     phi_layout,
     streams_bwd_span,
     write_sums_width,
@@ -58,11 +60,19 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_forms_take_the_same_arguments() -> None:
     count = len(_args())
     assert KERNEL.arg_names[:count] == _write_project.write_project_kernel.arg_names[:count]
-    assert KERNEL.arg_names[count:] == ["N", "WIDTH"]
+    assert KERNEL.arg_names[count:] == ["N", "WIDTH", "STEP", "WORD"]
 
 
 def test_a_step_is_one_sum() -> None:
-    assert hopper.PANELS.value * hopper.PANEL.value == SUM_WIDTH
+    assert hopper.PANELS.value * hopper.PANEL.value == SUM_WIDTH == hopper_step(256)
+
+
+@pytest.mark.parametrize(("channels", "step", "word"), [(5129, 120, 2), (5130, 120, 2), (5132, 120, 4), (5136, 128, 4)])
+def test_a_step_where_rows_begin_anywhere(channels: int, step: int, word: int) -> None:
+    """It fits into a slot beside the seven places before it, and begins at a 16-byte boundary if the row does."""
+    assert (hopper_step(channels), hopper_word(channels)) == (step, word)
+    assert step % 8 == 0 and (channels % 8 == 0 or step + 7 < SUM_WIDTH)
+    assert channels % word == 0 or word == 2
 
 
 @pytest.mark.parametrize(("change", "exists"), [
@@ -72,6 +82,10 @@ def test_a_step_is_one_sum() -> None:
     ({"rows": 33}, False),
     ({"streams": 2}, False),
     ({"channels": 192}, False),
+    ({"channels": 129}, True),
+    ({"channels": 130, "rows": 32}, True),
+    ({"channels": 127}, False),  # less than a step
+    ({"channels": 136}, False),  # aligned, and no whole steps
     ({"dtype": torch.float16}, False),
     ({"writes": False}, False),
 ])  # fmt: skip
@@ -96,6 +110,23 @@ def test_each_form_knows_the_other(on_hopper: None) -> None:
     assert form is not None
     _, other = _launcher.forms(form.kernel, args, form.constants)
     assert other == _write_project._form(args)
+
+
+def test_where_rows_begin_anywhere_there_is_one_form(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of tokens: the plain form adds up in another order."""
+    launched: list[tuple[Any, tuple[int, ...]]] = []
+    monkeypatch.setattr(
+        _write_project, "run", lambda kernel, grid, *_args, **_constants: launched.append((kernel, grid))
+    )
+    for tokens, slots in ((0, 2), (1, 6), (64, 6), (4097, 2)):
+        x, f, _, post, _, phi, *_ = _args(tokens=tokens, channels=5129)
+        _, projection = _write_project.write_project(x, f, None, post, None, phi, None)
+        assert launched.pop() == (KERNEL, (-(-tokens // 64), slots))
+        assert projection.z.shape == (slots, tokens, 24)
+        assert (projection.together, projection.many) == (slots // 2, None)
+    form = _write_project._hopper_form(_args(channels=5129))
+    assert form is not None and form.constants == {"N": 4, "WIDTH": 2640, "STEP": 120, "WORD": 2, "num_warps": 8}
+    assert _launcher.forms(form.kernel, _args(channels=5129), form.constants) == [form]
 
 
 def test_not_without_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +157,8 @@ def test_tensors_are_described() -> None:
     assert names["y"].base is args[8] and names["y"].block_shape == [32, 64]
     assert described(KERNEL, _args(collapses=False), {"N": 4})[9] is None
     assert described(_write_project.write_project_kernel, args, {"N": 4}) is args
+    odd = _args(channels=255)
+    assert all(here is there for here, there in zip(described(KERNEL, odd, {"N": 4}), odd, strict=True)), "by words"
 
 
 def test_a_launch_describes_pointers() -> None:
@@ -223,6 +256,9 @@ def _layout_for(
     ({"rows": 33}, False),
     ({"streams": 2}, False),
     ({"channels": 192}, False),
+    ({"channels": 255}, True),
+    ({"channels": 255, "bias": True}, False),
+    ({"channels": 127}, False),
     ({"bias": True}, False),
     ({"dtypes": (BFLOAT, None, BFLOAT, BFLOAT)}, False),
     ({"dtypes": (BFLOAT, BFLOAT, None, BFLOAT)}, False),
@@ -234,7 +270,9 @@ def test_which_write_backs_have_the_form(on_hopper: None, change: dict[str, Any]
     layout = _layout_for(**change)
     assert (layout is not None) == exists
     if layout is not None:
-        assert layout == _streams_bwd_hopper.phi_layout(change.get("rows", 24)) and layout.block == 64
+        channels = change.get("channels", 256)
+        assert layout == _streams_bwd_hopper.phi_layout(change.get("rows", 24), channels)
+        assert layout.block == 64 and layout.step == hopper_step(channels)
 
 
 def test_plain_write_backs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,21 +281,29 @@ def test_plain_write_backs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 20, 24])
-@pytest.mark.parametrize("for_hopper", [True, False])
-def test_phi_is_packed(rows: int, for_hopper: bool) -> None:
+@pytest.mark.parametrize(("for_hopper", "channels", "blocks"), [
+    (True, 256, 4),
+    (True, 241, 6),  # steps of 120 channels, in blocks that have room for 128
+    (False, 192, 6),
+    (False, 241, 8),
+])  # fmt: skip
+def test_phi_is_packed(rows: int, for_hopper: bool, channels: int, blocks: int) -> None:
     """Of eight neighbouring channels of a thread, the pairs it holds of each eight columns of a dot."""
-    streams, channels, device = 3, 192, "cuda" if torch.cuda.is_available() else "cpu"
-    layout = _streams_bwd_hopper.phi_layout(rows) if for_hopper else phi_layout(streams, channels, rows)
+    streams, device = 3, "cuda" if torch.cuda.is_available() else "cpu"
+    layout = _streams_bwd_hopper.phi_layout(rows, channels) if for_hopper else phi_layout(streams, channels, rows)
     torch.manual_seed(rows)
     phi = torch.randn(rows, streams * channels, device=device)
     parts = pack_phi(phi, None, streams, layout)
-    assert parts.shape == (streams * channels // layout.block, layout.rows, layout.block)
+    assert parts.shape == (streams * blocks, layout.rows, layout.block) and layout.blocks(channels) == blocks
     high = phi.bfloat16()
     low = (phi - high.float()).bfloat16()
     below = rows if layout.dense else 32
     want = torch.zeros_like(parts)
     for column in range(streams * channels):
-        block, c = divmod(column, layout.block)
+        stream, channel = divmod(column, channels)
+        step, within = divmod(channel, layout.step)
+        block, c = divmod(within, layout.block)
+        block += stream * blocks + step * -(-layout.step // layout.block)
         packed = c // 32 * 32 + c % 8 // 2 * 8 + c % 32 // 8 * 2 + c % 2
         want[block, :rows, packed] = high[:, column]
         want[block, below : below + rows, packed] = low[:, column]
@@ -277,6 +323,10 @@ def test_tensors_of_a_write_back_are_described() -> None:
         "g": wide, "dx_in": narrow, "phi_parts": ([16 * 48, 64], [16, 64]), "x": wide, "f": narrow, "dx": wide,
         "df": narrow,
     }  # fmt: skip
+    args = (*args[:18], 255, P)
+    names = dict(zip(kernel.arg_names, described(kernel, args, {"N": N}), strict=False))
+    tiles = {name: (value.shape, value.block_shape) for name, value in names.items() if hasattr(value, "block_shape")}
+    assert tiles == {"phi_parts": ([N * 6 * 48, 64], [16, 64])}, "words move the rest"
 
 
 @pytest.mark.parametrize(("tokens", "channels", "width", "span"), [
@@ -293,8 +343,10 @@ def test_tensors_of_a_write_back_are_described() -> None:
     (5, 1920, 1920, 1920),
     (5, 128, 128, 128),
     (33, 4224, 1152, 1152),  # the last sum is shorter
+    (4097, 5129, 1320, 2640),  # steps of 120 channels, where rows begin anywhere
+    (1, 129, 240, 240),
 ])  # fmt: skip
 def test_how_many_channels_a_program_of_the_write_back_takes(tokens: int, channels: int, width: int, span: int) -> None:
-    assert write_sums_width(channels) == width and width % 128 == 0
+    assert write_sums_width(channels) == width and width % hopper_step(channels) == 0
     assert streams_bwd_span(channels, -(-tokens // 64), CPU) == span
     assert span % width == 0, "a sum is not shared"

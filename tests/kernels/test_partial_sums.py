@@ -14,7 +14,7 @@ from recipes import every_recipe
 
 import mhckit
 from mhckit.kernels import _launch, _launcher, _read, _write_project
-from mhckit.kernels._launch import slice_width, write_project_span
+from mhckit.kernels._launch import hopper_step, slice_width, write_project_span
 from mhckit.kernels._partial_sums import CHAIN, LEVELS, channels_of_part
 from mhckit.testing import Call, make_call
 
@@ -128,14 +128,18 @@ def test_parts_of_a_slice_agree_with_all_of_it(
     (4000, 4992, 4096),
     (1, 128, 128),
     (0, 4096, 4096),
+    (4097, 5129, 2640),  # steps of 120 channels, where rows begin anywhere
+    (2048, 5129, 1920),
+    (512, 4100, 1920),  # 35 steps: chains would be five parts
+    (1, 129, 240),
 ])  # fmt: skip
 def test_how_much_of_a_slice_a_program_takes(tokens: int, channels: int, span: int) -> None:
     assert write_project_span(channels, -(-tokens // 64), torch.device("cpu")) == span
-    width = slice_width(channels)
+    width = slice_width(channels, hopper_step(channels))
     last = channels - (-(-channels // width) - 1) * width
     parts = -(-width // span)
     assert -(-last // span) == parts <= 4, "as many parts of every slice"
-    assert _write_project._slots(channels, span) == -(-channels // width) * parts
+    assert _write_project._slots(channels, width, span) == -(-channels // width) * parts
 
 
 @with_small_sums
@@ -189,11 +193,12 @@ def test_one_sum_has_one_form() -> None:
     assert projection.z.shape[0] == 1
 
 
+@pytest.mark.parametrize("step", [None, 120])
 @pytest.mark.parametrize("channels", [1, 37, 2559, 2560, 5119, 5120, 7168, 12288, 16384, 100_000])
-def test_a_slice_is_no_longer_than_its_pairs(channels: int) -> None:
-    width = slice_width(channels)
-    assert width % _launch.SUM_WIDTH == 0
-    assert width <= ((1 << LEVELS.value) - 1) * CHAIN.value * _launch.SUM_WIDTH
+def test_a_slice_is_no_longer_than_its_pairs(channels: int, step: int | None) -> None:
+    width, step = slice_width(channels, step), step or _launch.SUM_WIDTH
+    assert width % step == 0 and width >= min(channels, _launch.SLICE_WIDTH)
+    assert width <= ((1 << LEVELS.value) - 1) * CHAIN.value * step
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -222,16 +227,18 @@ def _parts_kernel(result, span, WIDTH: tl.constexpr, C: tl.constexpr, MOST_PARTS
     tl.store(result + 2 * split + 1, bounds[1])
 
 
-@pytest.mark.parametrize("channels", [128, 2560, 4096, 5248, 6144, 7168, 12288, 20480])
+@pytest.mark.parametrize("channels", [128, 129, 2560, 4096, 5129, 5248, 6144, 7168, 9999, 12288, 20480])
 def test_programs_share_all_channels(channels: int) -> None:
-    """Each once, in order, whatever the parts of a slice."""
-    width = slice_width(channels)
+    """Each once, in order, whatever the parts of a slice, and in whole steps."""
+    step = hopper_step(channels)
+    width = slice_width(channels, step)
     for programs in range(1, 160, 3):
         span = write_project_span(channels, programs, torch.device("cpu"))
-        slots = _write_project._slots(channels, span)
+        slots = _write_project._slots(channels, width, span)
         bounds = torch.full((slots, 2), -1, dtype=torch.int32, device=DEVICE)
         _parts_kernel[(1, slots)](bounds, span, width, channels, _launch.MAX_PARTS)
         begins, ends = bounds.T.tolist()
         assert begins == [0, *ends[:-1]] and ends[-1] == channels
         assert all(0 < end - begin <= span for begin, end in bounds.tolist())
+        assert all(begin % step == 0 for begin in begins)
         assert set(range(0, channels, width)) <= set(begins), "a slice begins where a part does"

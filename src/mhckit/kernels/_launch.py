@@ -198,9 +198,9 @@ def packed_dz_width(rows: int) -> int:
     return _padded_rows(rows)
 
 
-def slice_width(channels: int, step: int = SUM_WIDTH) -> int:
+def slice_width(channels: int, step: int | None = None) -> int:
     """Channels per partial sum: as many slices as have SLICE_WIDTH channels, of equal width, whole steps."""
-    slices = max(1, channels // SLICE_WIDTH)
+    step, slices = step or SUM_WIDTH, max(1, channels // SLICE_WIDTH)
     return cdiv(cdiv(channels, slices), step) * step
 
 

@@ -343,7 +343,7 @@ def _project(
     many = may_be_many and has_two_forms and leaves_idle(programs * cdiv(C, width), x.device)
     hopper = _hopper_form(args)
     if hopper is not None:
-        hopper_programs, hopper_width = cdiv(T, HOPPER_TOKENS), hopper.constants["WIDTH"]
+        hopper_programs, hopper_width = cdiv(T, HOPPER_TOKENS), slice_width(C, hopper_step(C))
         hopper_span = write_project_span(C, hopper_programs, x.device)
         # Where a slice is one sum, the plain form's sums are others, and a token's must not depend on its batch.
         if sums is None or fills(hopper_programs * _slots(C, hopper_width, hopper_span), x.device):
