@@ -4,7 +4,8 @@ A module ``mhckit.kernels.<op>`` defines ``<op>_fwd`` and ``<op>_bwd`` with the 
 (the contract is in ``mhckit/ops/_register.py``). They allocate and launch; the kernels themselves are few, and serve
 all operators with parts left out:
 
-    _write_project    F1   y = H x + post f, and partial sums of y phi^T; with many tokens `_write_project_hopper`
+    _write_project    F1   y = H x + post f, and partial sums of y phi^T; with many tokens, and where rows begin
+                           anywhere, `_write_project_hopper`
     _read             F2   coefficients from these sums, and the collapse x_in = w . y
     _read_bwd         B    backward of F2 up to the logits
     _streams_bwd      J    gradient of y from all its uses, through the write-back to dx, df, dH, dpost; where it can,
