@@ -345,6 +345,7 @@ def configurations(everything: bool) -> list[Configuration]:
     spine = _SPINE if everything else ("junction", "head")
     listed += [Configuration(spine, deepseek, dtypes=dtypes) for dtypes in ("fp32", "fp16", "fp32/bf16")]
     listed += [Configuration(spine, deepseek, channels=37), Configuration(_JUNCTION, deepseek, channels=5129)]
+    listed.append(Configuration(_JUNCTION, deepseek, channels=5130, without=("f_bias",)))
     if not everything:
         for n, channels in ((2, 2048), (3, 520), (5, 2048)):
             listed.append(Configuration(_JUNCTION, deepseek.replace(streams=n), channels=channels))

@@ -23,7 +23,8 @@ def _hand_over() -> set[str]:
         f"{file.name}:{number}"
         for file in HOPPER
         for number, line in enumerate(file.read_text().splitlines(), start=1)
-        if line.lstrip().startswith("gl.warp_specialize(") or (line.startswith("def ") and line.endswith("_hopper_kernel("))
+        if line.lstrip().startswith("gl.warp_specialize(")
+        or (line.startswith("def ") and line.endswith("_hopper_kernel("))
     }
 
 
