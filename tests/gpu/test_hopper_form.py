@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mhckit.bench.launches import device_events
 from mhckit.kernels import _launch, _launcher, _write_project
-from mhckit.kernels._launch import has_hopper_forms, slice_width
+from mhckit.kernels._launch import has_hopper_forms, hopper_slice_width, slice_width
 from mhckit.testing import make_call
 
 DEVICE = torch.device("cuda")
@@ -100,7 +100,7 @@ def _assert_close(got: list[Tensor], want: list[Tensor]) -> None:
     (y, *sums), (plain_y, *plain_sums) = got, want
     _assert_same([y, *got[3:]], [plain_y, *want[3:]])
     for here, there in zip(sums[:2], plain_sums[:2], strict=True):
-        torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-5 * there.abs().max().item())
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-4 * there.abs().max().item())
 
 
 @pytest.mark.parametrize("channels", [128, 384, 1024, 1152, 2560, 5120, 7168, 9088])
@@ -154,7 +154,7 @@ def test_parts_of_rows_that_begin_anywhere(channels: int, monkeypatch: pytest.Mo
     """The same bits however many programs share a slice."""
     drawn = dict(dtype=torch.bfloat16, device=DEVICE, draw_on=DEVICE)
     call = make_call("junction", RECIPES["deepseek_v4"], lead=(130,), channels=channels, **drawn)
-    width, results = slice_width(channels, 120), []
+    width, results = hopper_slice_width(channels), []
     monkeypatch.setattr(_launcher, "observer", _launcher.run_now)  # a repeated call would have the first one's parts
     for span in (width, 1920, 960):
         monkeypatch.setattr(_write_project, "write_project_span", lambda *_args, span=span: span)

@@ -104,7 +104,7 @@ def test_nothing_waits_for_the_gpu(operator: str) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("channels", [5128, 4096])
+@pytest.mark.parametrize("channels", [5128, 4096, 1281])
 def test_a_new_number_of_tokens_compiles_nothing(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     call = _call("junction", tokens=5, channels=channels)
     run(call, "triton")

@@ -14,7 +14,7 @@ from recipes import every_recipe
 
 import mhckit
 from mhckit.kernels import _launch, _launcher, _read, _write_project
-from mhckit.kernels._launch import hopper_step, slice_width, write_project_span
+from mhckit.kernels._launch import hopper_slice_width, hopper_step, slice_width, write_project_span
 from mhckit.kernels._partial_sums import CHAIN, LEVELS, channels_of_part
 from mhckit.testing import Call, make_call
 
@@ -135,7 +135,7 @@ def test_parts_of_a_slice_agree_with_all_of_it(
 ])  # fmt: skip
 def test_how_much_of_a_slice_a_program_takes(tokens: int, channels: int, span: int) -> None:
     assert write_project_span(channels, -(-tokens // 64), torch.device("cpu")) == span
-    width = slice_width(channels, hopper_step(channels))
+    width = hopper_slice_width(channels)
     last = channels - (-(-channels // width) - 1) * width
     parts = -(-width // span)
     assert -(-last // span) == parts <= 4, "as many parts of every slice"
@@ -227,11 +227,10 @@ def _parts_kernel(result, span, WIDTH: tl.constexpr, C: tl.constexpr, MOST_PARTS
     tl.store(result + 2 * split + 1, bounds[1])
 
 
-@pytest.mark.parametrize("channels", [128, 129, 2560, 4096, 5129, 5248, 6144, 7168, 9999, 12288, 20480])
+@pytest.mark.parametrize("channels", [128, 129, 1281, 2560, 4096, 5129, 5248, 6144, 7168, 9999, 12288, 20480])
 def test_programs_share_all_channels(channels: int) -> None:
     """Each once, in order, whatever the parts of a slice, and in whole steps."""
-    step = hopper_step(channels)
-    width = slice_width(channels, step)
+    step, width = hopper_step(channels), hopper_slice_width(channels)
     for programs in range(1, 160, 3):
         span = write_project_span(channels, programs, torch.device("cpu"))
         slots = _write_project._slots(channels, width, span)
@@ -241,4 +240,5 @@ def test_programs_share_all_channels(channels: int) -> None:
         assert begins == [0, *ends[:-1]] and ends[-1] == channels
         assert all(0 < end - begin <= span for begin, end in bounds.tolist())
         assert all(begin % step == 0 for begin in begins)
+        assert span % 16 == 0, "or another kernel would be compiled for it"
         assert set(range(0, channels, width)) <= set(begins), "a slice begins where a part does"

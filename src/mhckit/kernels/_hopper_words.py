@@ -173,7 +173,7 @@ def _turned(rows, c, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr):
 
 @gluon.jit
 def _turned_rows(rows, t, c, C: gl.constexpr):
-    """The same where a token has one row. A thread's rows begin equally late, eight tokens apart or sixteen."""
+    """The same where a token has one row. A thread's rows, sixteen tokens apart, are equally late."""
     late, lane = (t * C % 8).broadcast_to(rows.shape), (c // 8).broadcast_to(rows.shape)
     return gl.inline_asm_elementwise(
         TURN_ANY, TURN_ANY_OPERANDS, [rows, late, lane], dtype=gl.bfloat16, is_pure=False, pack=TURNED_AT_ONCE

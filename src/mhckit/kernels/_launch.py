@@ -204,6 +204,14 @@ def slice_width(channels: int, step: int | None = None) -> int:
     return cdiv(cdiv(channels, slices), step) * step
 
 
+def hopper_slice_width(channels: int) -> int:
+    """The same where a kernel is written for Hopper. Like its parts a multiple of 16: for those Triton compiles another
+    kernel than for other numbers, and the number of tokens must not decide which one runs.
+    """
+    step = hopper_step(channels)
+    return slice_width(channels, step if step % 16 == 0 else 2 * step)
+
+
 def has_hopper_channels(channels: int) -> bool:
     """Whether kernels written for Hopper take so many: whole steps, or rows that begin anywhere. Where 8 divides C and
     128 does not, plain ones are faster: 132 us for F1 and 208 for J at 8192 x 2880, where 162 and 236 were measured
@@ -255,7 +263,7 @@ def write_project_span(channels: int, programs: int, device: torch.device) -> in
     same sum in however many parts it is added up.
     """
     step = hopper_step(channels)
-    width = slice_width(channels, step)
+    width = hopper_slice_width(channels)
     last = channels - (cdiv(channels, width) - 1) * width
     spans = [CHAIN.value * step << level for level in (2, 1, 0)]
     # Slices may differ in width, but not in how many parts they have.

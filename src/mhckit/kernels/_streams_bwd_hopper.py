@@ -11,8 +11,8 @@ Where rows begin anywhere, because C is no multiple of 8, four warps move them i
 120 channels, and `compute` begins with putting them in their places (`_hopper_words`).
 
 A program has 64 tokens, in two groups of 32 that share phi and take turns: step 2k is the first group's, step 2k + 1
-the second's, both with the same 128 channels. A thread holds eight neighbouring channels of one token, the
-token's coefficients, which it loads anew for every step, and its share of the sums over channels of both groups.
+the second's, both with the same channels. A thread holds eight neighbouring channels of one token, the token's
+coefficients, which it loads anew for every step, and its share of the sums over channels of both groups.
 
 Sums over channels end where a chunk of them does, at the same channels whatever a program's share of them is, and
 `_parameters_bwd` adds the chunks up: how many programs share the channels may follow the number of tokens.

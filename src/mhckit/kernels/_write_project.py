@@ -52,6 +52,7 @@ from ._launch import (
     has_hopper_channels,
     has_hopper_forms,
     has_ptx,
+    hopper_slice_width,
     hopper_step,
     hopper_word,
     leaves_idle,
@@ -268,7 +269,7 @@ def _stacked_parts(rows, PTX: tl.constexpr):
 class Projection(NamedTuple):
     """Partial sums of z [slots, T, P] and of the squares [slots, T]: one to four for each slice of channels, or many.
 
-    together: slots of a slice. many: None where a slice has one slot, however many tokens there are.
+    together: slots of a slice. many: None where it is never many, however few tokens there are.
     """
 
     z: Tensor
@@ -343,7 +344,7 @@ def _project(
     many = may_be_many and has_two_forms and leaves_idle(programs * cdiv(C, width), x.device)
     hopper = _hopper_form(args)
     if hopper is not None:
-        hopper_programs, hopper_width = cdiv(T, HOPPER_TOKENS), slice_width(C, hopper_step(C))
+        hopper_programs, hopper_width = cdiv(T, HOPPER_TOKENS), hopper_slice_width(C)
         hopper_span = write_project_span(C, hopper_programs, x.device)
         # Where a slice is one sum, the plain form's sums are others, and a token's must not depend on its batch.
         if sums is None or fills(hopper_programs * _slots(C, hopper_width, hopper_span), x.device):
@@ -397,8 +398,8 @@ def _hopper_form(args: tuple[Any, ...]) -> Form | None:
     fits = streams == 4 and rows <= _hopper.MAX_ROWS and has_hopper_channels(channels)
     if not narrow or phi.dtype != FLOAT or not fits:
         return None
-    step = hopper_step(channels)
-    constants = dict(N=streams, WIDTH=slice_width(channels, step), STEP=step, WORD=hopper_word(channels), num_warps=8)
+    width, step = hopper_slice_width(channels), hopper_step(channels)
+    constants = dict(N=streams, WIDTH=width, STEP=step, WORD=hopper_word(channels), num_warps=8)
     return Form(_hopper.write_project_hopper_kernel, constants)
 
 

@@ -1,4 +1,4 @@
-"""F1 for many tokens on Hopper: the same sums in the same order, and so the same bits, as `_write_project`.
+"""F1 on Hopper. For many tokens: the same sums in the same order, and so the same bits, as `_write_project`.
 
 What limits F1 in plain Triton is how it asks for memory: 128 bytes of a row at a time, because wider tiles do not fit
 beside phi's. Here a step is 32 tokens x 128 channels, so rows are asked for 256 bytes at a time, and every kind of work
@@ -15,8 +15,8 @@ begins with putting channels in their places (`_hopper_words`), and `project` lo
 instead of 128, and this form serves few tokens, too: the plain one has other sums there.
 
 A program has 64 tokens, in two groups of 32 that share a piece of phi and take turns: step 2k is the first group's,
-step 2k + 1 the second's, both with the 128 channels that make one sum. Loops are kept short: five of them run at once
-on a multiprocessor, and unrolled they wait for their own instructions (213 us instead of 169, docs/performance.md).
+step 2k + 1 the second's, both with the channels that make one sum. Loops are kept short: five of them run at once on a
+multiprocessor, and unrolled they wait for their own instructions (213 us instead of 169, docs/performance.md).
 """
 
 from __future__ import annotations
