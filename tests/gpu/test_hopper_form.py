@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mhckit.bench.launches import device_events
 from mhckit.kernels import _launch, _launcher, _write_project
-from mhckit.kernels._launch import has_hopper_forms, hopper_slice_width, slice_width
+from mhckit.kernels._hopper_launch import has_hopper_forms, hopper_slice_width
+from mhckit.kernels._launch import slice_width
 from mhckit.testing import make_call
 
 DEVICE = torch.device("cuda")
@@ -295,6 +296,6 @@ def test_a_new_number_of_tokens_compiles_nothing() -> None:
     make_call("junction", RECIPES["deepseek_v4"], lead=(5,), **options)()
     after = compiled()
     assert [now - then for now, then in zip(after, before, strict=True)] == [1, 1]
-    for tokens in (64 * _launch._multiprocessors_of(DEVICE), 77):
+    for tokens in (64 * _launch.multiprocessors_of(DEVICE), 77):
         make_call("junction", RECIPES["deepseek_v4"], lead=(tokens,), **options)()
     assert compiled() == after

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mhckit.bench.launches import device_events
 from mhckit.kernels import _launcher, _streams_bwd
-from mhckit.kernels._launch import cdiv, has_hopper_forms, write_sums_width
+from mhckit.kernels._hopper_launch import has_hopper_forms, write_sums_width
+from mhckit.kernels._launch import cdiv
 from mhckit.testing import Call, make_call
 
 DEVICE = torch.device("cuda")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mhckit.kernels._launch import HAS_GLUON
+from mhckit.kernels._hopper_launch import HAS_GLUON
 
 CODE = """
 import gc

@@ -13,17 +13,16 @@ import torch
 from mhckit.kernels import _descriptors, _launcher, _streams_bwd, _write_project
 from mhckit.kernels._descriptors import described, describing, signature_of, tiled_arguments
 from mhckit.kernels._gradients import Write
-from mhckit.kernels._launch import (
+from mhckit.kernels._hopper_launch import (
     HAS_GLUON,
-    SUM_WIDTH,
     fills,
     has_hopper_forms,
     hopper_step,
     hopper_word,
-    phi_layout,
     streams_bwd_span,
     write_sums_width,
 )
+from mhckit.kernels._launch import SUM_WIDTH, phi_layout
 from mhckit.kernels._pack import pack_phi
 
 if not HAS_GLUON:
@@ -135,7 +134,7 @@ def test_not_without_a_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for capability, has in (((8, 0), False), ((9, 0), True), ((10, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         assert has_hopper_forms(device) == has
-    monkeypatch.setattr("mhckit.kernels._launch.HAS_GLUON", False)
+    monkeypatch.setattr("mhckit.kernels._hopper_launch.HAS_GLUON", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert not has_hopper_forms(device)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mhckit.kernels._launch import HAS_GLUON, hopper_step, hopper_word
+from mhckit.kernels._hopper_launch import HAS_GLUON, hopper_step, hopper_word
 
 if not HAS_GLUON:
     pytest.skip("kernels for Hopper are written for one version of Triton", allow_module_level=True)

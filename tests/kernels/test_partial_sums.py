@@ -13,8 +13,9 @@ from accuracy import assert_accurate
 from recipes import every_recipe
 
 import mhckit
-from mhckit.kernels import _launch, _launcher, _read, _write_project
-from mhckit.kernels._launch import hopper_slice_width, hopper_step, slice_width, write_project_span
+from mhckit.kernels import _hopper_launch, _launch, _launcher, _read, _write_project
+from mhckit.kernels._hopper_launch import hopper_slice_width, hopper_step, write_project_span
+from mhckit.kernels._launch import slice_width
 from mhckit.kernels._partial_sums import CHAIN, LEVELS, channels_of_part
 from mhckit.testing import Call, make_call
 
@@ -28,9 +29,9 @@ SUM, SLICE = 64, 1280
 @pytest.fixture
 def small_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are made anew each time: a repeated call would repeat the form of the first."""
-    monkeypatch.setattr(_launch, "SUM_WIDTH", SUM)
+    for module in (_launch, _hopper_launch, _write_project):
+        monkeypatch.setattr(module, "SUM_WIDTH", SUM)
     monkeypatch.setattr(_launch, "SLICE_WIDTH", SLICE)
-    monkeypatch.setattr(_write_project, "SUM_WIDTH", SUM)
     monkeypatch.setattr(_launcher, "observer", _launcher.run_now)
 
 
@@ -235,7 +236,7 @@ def test_programs_share_all_channels(channels: int) -> None:
         span = write_project_span(channels, programs, torch.device("cpu"))
         slots = _write_project._slots(channels, width, span)
         bounds = torch.full((slots, 2), -1, dtype=torch.int32, device=DEVICE)
-        _parts_kernel[(1, slots)](bounds, span, width, channels, _launch.MAX_PARTS)
+        _parts_kernel[(1, slots)](bounds, span, width, channels, _hopper_launch.MAX_PARTS)
         begins, ends = bounds.T.tolist()
         assert begins == [0, *ends[:-1]] and ends[-1] == channels
         assert all(0 < end - begin <= span for begin, end in bounds.tolist())

@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ._descriptors import shared_layout
-from ._launch import HOPPER_TOKENS, SUM_WIDTH
+from ._hopper_launch import HOPPER_TOKENS
+from ._launch import SUM_WIDTH
 
 # [tokens, channels]: half of a program's tokens, and half of a step's channels.
 STREAM_TILE = (HOPPER_TOKENS // 2, SUM_WIDTH // 2)

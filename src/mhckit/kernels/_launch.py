@@ -23,8 +23,6 @@ import torch
 import triton
 from torch import Tensor
 
-from ._partial_sums import CHAIN
-
 BFLOAT, FLOAT = torch.bfloat16, torch.float32
 # How float32 operands are multiplied: three tf32 products keep 21 bits or more; AMD has no such mode.
 PRECISION = "ieee" if torch.version.hip else "tf32x3"
@@ -34,8 +32,6 @@ ROWS = 32
 PHI_BLOCK = 32
 # Channels of all streams whose sums F1 ends before it begins the next. With few tokens a program takes no more.
 SUM_WIDTH = 128
-# Parts of a slice at most, each with a slot, that programs take one by one where that keeps more of them busy.
-MAX_PARTS = 4
 # Least channels per partial sum of F1 and plain J, which fixes the order of their sums. Models with more channels train
 # with fewer tokens at a time: slices keep about as many programs of 32 tokens as a large device runs at once.
 SLICE_WIDTH = 2560
@@ -44,14 +40,8 @@ TOKEN_CHUNK = 2048
 # Columns, of blocks of rows of phi, that programs of P on a multiprocessor have accumulators for.
 COLUMNS_AT_ONCE = 512
 
-# Tokens of a program where a kernel is written for Hopper.
-HOPPER_TOKENS = 64
-
 # Bytes of shared memory that a program may have on Hopper.
 LARGE_SHARED_MEMORY = 227 << 10
-
-# What kernels for Hopper are written in. Triton calls it experimental, so each version has to be tried.
-HAS_GLUON = triton.__version__.startswith("3.6.")
 
 
 @dataclass(frozen=True)
@@ -126,13 +116,6 @@ def starts_early(device: torch.device) -> bool:
     return has_ptx(device) and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
 
 
-def has_hopper_forms(device: torch.device) -> bool:
-    """Whether kernels that drive Hopper's copy engine and tensor cores themselves can run."""
-    if not HAS_GLUON or not starts_early(device):
-        return False
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
-
-
 def row_blocks(rows: int) -> int:
     return cdiv(rows, ROWS)
 
@@ -204,34 +187,6 @@ def slice_width(channels: int, step: int | None = None) -> int:
     return cdiv(cdiv(channels, slices), step) * step
 
 
-def hopper_slice_width(channels: int) -> int:
-    """The same where a kernel is written for Hopper. Like its parts a multiple of 16: for those Triton compiles another
-    kernel than for other numbers, and the number of tokens must not decide which one runs.
-    """
-    step = hopper_step(channels)
-    return slice_width(channels, step if step % 16 == 0 else 2 * step)
-
-
-def has_hopper_channels(channels: int) -> bool:
-    """Whether kernels written for Hopper take so many: whole steps, or rows that begin anywhere. Where 8 divides C and
-    128 does not, plain ones are faster: 132 us for F1 and 208 for J at 8192 x 2880, where 162 and 236 were measured
-    (benchmarks/results/attempts.jsonl).
-    """
-    return channels % SUM_WIDTH == 0 or (channels > SUM_WIDTH and channels % 8 > 0)
-
-
-def hopper_step(channels: int) -> int:
-    """Channels of one step, and of one sum, where a kernel is written for Hopper: 120 where rows begin anywhere, and
-    bring what lies before them (`_hopper_words`).
-    """
-    return SUM_WIDTH if channels % 8 == 0 else SUM_WIDTH - 8
-
-
-def hopper_word(channels: int) -> int:
-    """Channels that `_hopper_words` stores at once: two, or four where all rows begin at 8-byte boundaries."""
-    return 4 if channels % 4 == 0 else 2
-
-
 def sum_width(streams: int, *, writes: bool, wide: bool) -> int | None:
     """Channels of each of F1's sums, or None for all of a slice's.
 
@@ -244,71 +199,11 @@ def sum_width(streams: int, *, writes: bool, wide: bool) -> int | None:
 
 def leaves_idle(programs: int, device: torch.device) -> bool:
     """Whether there are multiprocessors without a program."""
-    return programs < _multiprocessors_of(device)
-
-
-def fills(programs: int, device: torch.device) -> bool:
-    """Whether programs that have a multiprocessor to themselves leave few of them without one.
-
-    F1 at C = 4096: 64 programs for 132 multiprocessors take 141 us where twice as many small ones take 117; 96 take
-    145 us where those take 155, and in quarters 41 where those take 46 (benchmarks/results/attempts.jsonl).
-    """
-    return programs >= 0.7 * _multiprocessors_of(device)
-
-
-def write_project_span(channels: int, programs: int, device: torch.device) -> int:
-    """Channels per program of F1 for Hopper where so many programs share the tokens: a slice, or a part of one.
-
-    A part is a power of two of chains: where a sum of pairs of chains begins (`_partial_sums`), so that a slice has the
-    same sum in however many parts it is added up.
-    """
-    step = hopper_step(channels)
-    width = hopper_slice_width(channels)
-    last = channels - (cdiv(channels, width) - 1) * width
-    spans = [CHAIN.value * step << level for level in (2, 1, 0)]
-    # Slices may differ in width, but not in how many parts they have.
-    possible = [span for span in spans if 1 < cdiv(width, span) == cdiv(last, span) <= MAX_PARTS]
-    return _busiest([width, *possible], channels, programs, device, width)
-
-
-def write_sums_width(channels: int) -> int:
-    """Channels per partial sum of J for Hopper: one, two, four or eight sums, and where there are several, each but the
-    last over 1024 channels or more.
-    """
-    sums, step = min(8, power_of_2(channels // 1024 + 1) // 2), hopper_step(channels)
-    return cdiv(cdiv(channels, max(sums, 1)), step) * step
-
-
-def streams_bwd_span(channels: int, programs: int, device: torch.device) -> int:
-    """Channels per program of J for Hopper where so many programs share the tokens: those of some partial sums."""
-    width = write_sums_width(channels)
-    sums = cdiv(channels, width)
-    spans = [cdiv(sums, parts) * width for parts in (1, 2, 4, 8) if parts <= sums]
-    return _busiest(spans, channels, programs, device, channels)
-
-
-def _busiest(spans: list[int], channels: int, programs: int, device: torch.device, width: int) -> int:
-    """The first span, of programs that have a multiprocessor to themselves and share slices of such a width, unless
-    multiprocessors would be idle, mostly because the last wave of programs is a small one, and one of the others keeps
-    8% more of them busy.
-    """
-    most = _multiprocessors_of(device)
-    if not programs:
-        return spans[0]
-
-    def busy(span: int) -> float:
-        waves = cdiv(programs * cdiv(channels, width) * cdiv(width, span), most)
-        return programs * channels / (waves * span * most)
-
-    best = spans[0]
-    for span in spans[1:]:
-        if busy(span) > 1.08 * busy(best):
-            best = span
-    return best
+    return programs < multiprocessors_of(device)
 
 
 @functools.cache
-def _multiprocessors_of(device: torch.device) -> int:
+def multiprocessors_of(device: torch.device) -> int:
     """As an H200 has where there is no device."""
     return 132 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -440,7 +335,7 @@ def token_chunks(tokens: int, rows: int, columns: int, device: torch.device) -> 
     155 (benchmarks/results/attempts.jsonl).
     """
     blocks = max(row_blocks(rows), 1)
-    most, at_once = max(1, round(tokens / (TOKEN_CHUNK * blocks))), COLUMNS_AT_ONCE * _multiprocessors_of(device)
+    most, at_once = max(1, round(tokens / (TOKEN_CHUNK * blocks))), COLUMNS_AT_ONCE * multiprocessors_of(device)
 
     def filled(chunks: int) -> float:
         waves = chunks * columns * blocks / at_once

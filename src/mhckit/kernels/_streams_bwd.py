@@ -42,18 +42,16 @@ from ._device import (
     write_stream,
 )
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
+from ._hopper_launch import HAS_GLUON, has_hopper_channels, has_hopper_forms
 from ._launch import (
     BFLOAT,
     FLOAT,
-    HAS_GLUON,
     PHI_BLOCK,
     Launch,
     PhiLayout,
     cdiv,
     channels_per_thread,
     dots_stay_in_threads,
-    has_hopper_channels,
-    has_hopper_forms,
     loads_ahead,
     packed_dz_width,
     packed_rows,

@@ -53,20 +53,22 @@ from ._device import (
 )
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
 from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, SHARED, STREAM_TILE, load_tiles, steps_of, store_tiles
+from ._hopper_launch import (
+    HOPPER_TOKENS,
+    hopper_step,
+    hopper_word,
+    streams_bwd_span,
+    write_sums_width,
+)
 from ._hopper_totals import add_products, store_totals
 from ._hopper_words import WORD_REGISTERS, WORD_WARPS, begin_step, store_step, turn_step
 from ._launch import (
     FLOAT,
-    HOPPER_TOKENS,
     SUM_WIDTH,
     PhiLayout,
     cdiv,
-    hopper_step,
-    hopper_word,
     packed_dz_width,
-    streams_bwd_span,
     tokens_of,
-    write_sums_width,
 )
 from ._launcher import run
 
@@ -361,6 +363,7 @@ def streams_bwd_hopper_kernel(
         _stage_dz(dz_parts, staged_dz[0], first, T, P, PARTS, DZ_WIDTH)
     fence_async_shared()
     gl.thread_barrier()
+    # Written out twice: a tuple with a name keeps no constants. Where rows begin anywhere nobody waits at free.
     if TILED:
         gl.warp_specialize(
             [

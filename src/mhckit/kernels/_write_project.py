@@ -38,23 +38,26 @@ from ._device import (
     tokens_of_program,
     write_stream,
 )
+from ._hopper_launch import (
+    HAS_GLUON,
+    HOPPER_TOKENS,
+    fills,
+    has_hopper_channels,
+    has_hopper_forms,
+    hopper_slice_width,
+    hopper_step,
+    hopper_word,
+    write_project_span,
+)
 from ._launch import (
     BFLOAT,
     FLOAT,
-    HAS_GLUON,
-    HOPPER_TOKENS,
     PRECISION,
     ROWS,
     SUM_WIDTH,
     Launch,
     cdiv,
-    fills,
-    has_hopper_channels,
-    has_hopper_forms,
     has_ptx,
-    hopper_slice_width,
-    hopper_step,
-    hopper_word,
     leaves_idle,
     loads_are_wide,
     row_blocks,
@@ -66,7 +69,6 @@ from ._launch import (
     tokens_of,
     write_launch,
     write_project_launch,
-    write_project_span,
 )
 from ._launcher import Form, other_forms, run
 from ._partial_sums import CHAIN, end_pairs, no_pairs, push

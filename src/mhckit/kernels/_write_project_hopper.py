@@ -57,8 +57,9 @@ from ._hopper_copies import (
     steps_of,
     store_tiles,
 )
+from ._hopper_launch import MAX_PARTS
 from ._hopper_words import WORD_REGISTERS, WORD_WARPS, begin_step, store_step, turn_step
-from ._launch import MAX_PARTS, SUM_WIDTH
+from ._launch import SUM_WIDTH
 from ._partial_sums import CHAIN, channels_of_part, end_pairs, push
 
 # Of a tile of phi [rows, channels]. Four of them are, with their low parts, all that a dot takes.
@@ -356,6 +357,7 @@ def write_project_hopper_kernel(
         mbarrier.init(phi_free.index(k), count=1)
     fence_async_shared()
     COLLAPSES: gl.constexpr = x_in is not None
+    # Written out twice: a tuple with a name keeps no constants. Where rows begin anywhere nobody waits at phi_free.
     if TILED:
         gl.warp_specialize(
             [
