@@ -88,6 +88,20 @@ def rows_are_aligned(x: Tensor) -> bool:
     return x.shape[-1] * x.element_size() % 16 == 0
 
 
+def rows_begin_anywhere(x: Tensor) -> bool:
+    """Whether rows of 2-byte channels begin between 8-byte words (see `_row_words`)."""
+    return x.element_size() == 2 and x.shape[-1] % 4 > 0
+
+
+def equally_late(x: Tensor) -> int | None:
+    """Every how many tokens a stream's row begins equally far behind a 16-byte boundary, where rows begin anywhere: one
+    or two; None where they need not be told apart, or are too many.
+    """
+    _T, N, C = tokens_of(x)
+    every = 8 // math.gcd(N * C, 8)
+    return every if x.element_size() == 2 and C % 8 > 0 and every <= 2 else None
+
+
 @functools.cache
 def shared_memory_of(device: torch.device) -> int:
     """Bytes that a program may have; as on Hopper where there is no device."""

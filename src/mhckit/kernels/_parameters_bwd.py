@@ -26,6 +26,7 @@ from ._launch import (
     PRECISION,
     ROWS,
     cdiv,
+    equally_late,
     loads_are_wide,
     parameters_bwd_launch,
     power_of_2,
@@ -63,31 +64,49 @@ def chunk_sums_kernel(
     ROWS: tl.constexpr,
     ROW_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    EVERY: tl.constexpr,
+    ALIGNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sums over a chunk of tokens for a tile of channels: V of STREAMS streams, and their share of dn."""
+    """Sums over a chunk of tokens for a tile of channels: V of STREAMS streams, and their share of dn.
+
+    EVERY chunks share their tokens, which they take in turn. ALIGNS: rows begin anywhere, those of a chunk's tokens
+    equally far behind 16-byte boundaries, at which tiles begin. What lies between has sums that are not stored.
+    """
     IN_PARTS: tl.constexpr = y.dtype.element_ty == tl.bfloat16
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    here = channels_exist(c, C, BLOCK_C)
     stream = tl.program_id(1) * STREAMS
     chunk = tl.program_id(2).to(tl.int64)
+    turn = chunk % EVERY
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    begin = turn * (N * C) + stream * C
+    if ALIGNS:
+        late = begin % 8
+        begin = begin // 8 * 8
+        c = column - late
+        here = (c >= 0) & (c < C)
+        loaded = column // 8 * 8 < C + late
+    else:
+        c = column
+        here = channels_exist(c, C, BLOCK_C)
+        loaded = here
     V = ()
     for _ in tl.static_range(STREAMS * ROW_BLOCKS):
         V = V + (tl.zeros((2 * ROWS if IN_PARTS else ROWS, BLOCK_C), tl.float32),)
     if norm_sums is not None:
         norm_sum = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    first = chunk * chunk_tokens
-    steps = tl.cdiv(tl.minimum(chunk_tokens, T - first), BLOCK_T)
+    first = chunk // EVERY * chunk_tokens
+    steps = tl.cdiv(tl.minimum(chunk_tokens * EVERY, T - first * EVERY) - turn, BLOCK_T * EVERY)
     for step in tl.range(0, steps, num_stages=STAGES):
         # The last tokens first: B has just read them, and the L2 cache has the latest of them still.
-        t = first + (steps - 1 - step) * BLOCK_T + tl.arange(0, BLOCK_T)
+        row = first + (steps - 1 - step) * BLOCK_T + tl.arange(0, BLOCK_T)
+        t = row * EVERY + turn
         live = t < T
-        tile = live[:, None] & here[None, :]
         tiles = ()
         for i in tl.static_range(STREAMS):
-            tiles = tiles + (tl.load(y + t[:, None] * (N * C) + (stream + i) * C + c[None, :], mask=tile, other=0.0),)
+            offsets = row[:, None] * (EVERY * N * C) + begin + i * C + column[None, :]
+            tiles = tiles + (tl.load(y + offsets, mask=live[:, None] & loaded[None, :], other=0.0),)
         if phi_sums is not None:
             V = _add_products(V, dz_parts, tiles, t, live, P, ROWS, ROW_BLOCKS, PRECISION)
         if norm_sums is not None:
@@ -95,7 +114,8 @@ def chunk_sums_kernel(
             for i in tl.static_range(STREAMS):
                 weight = load_float(read_weights, t * N + stream + i, live)[:, None]
                 collapsed += weight * tiles[i].to(tl.float32)
-            norm_sum += load_float(dx_in, t[:, None] * C + c[None, :], tile) * collapsed
+            e = load_float(dx_in, t[:, None] * C + c[None, :], live[:, None] & here[None, :])
+            norm_sum += e * collapsed
     for i in tl.static_range(STREAMS):
         for block in tl.static_range(ROW_BLOCKS):
             rows = block * ROWS + tl.arange(0, ROWS)
@@ -321,8 +341,10 @@ def chunk_sums(
     """dz_parts: where dphi is wanted. norm: dL/dx_in and the read weights times u, where dn is wanted."""
     T, N, C = tokens_of(y)
     rows = 0 if dz_parts is None else phi.shape[0]
-    chunks = token_chunks(T, rows, N * C, y.device)
     streams = 1 if norm is None else streams_collapsed_together(N, rows)
+    late = None if streams > 1 else equally_late(y)
+    every, aligns = late or 1, late is not None
+    chunks = cdiv(token_chunks(T, rows, N * C, y.device), every) * every
     launch = parameters_bwd_launch(rows, streams, wide=loads_are_wide(y))
     slots = dphi = None
     if rows and chunks == 1 and norm_weight is None and phi.dtype == FLOAT:
@@ -332,9 +354,10 @@ def chunk_sums(
     norm_slots = None if norm is None else empty(y, chunks * (N // streams), C, dtype=FLOAT)
     chunk_tokens = cdiv(cdiv(T, chunks), launch.block_t) * launch.block_t
     run(
-        chunk_sums_kernel, (cdiv(C, launch.block_c), N // streams, chunks),
+        chunk_sums_kernel, (cdiv(C + 7 * aligns, launch.block_c), N // streams, chunks),
         y, dz_parts, *(norm or (None, None)), slots if dphi is None else dphi, norm_slots, T, chunk_tokens, C, rows,
-        N=N, STREAMS=streams, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION, **launch.meta(),
+        N=N, STREAMS=streams, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION,
+        EVERY=every, ALIGNS=aligns, **launch.meta(),
     )  # fmt: skip
     return PhiSums(slots, norm_slots, dphi)
 

@@ -38,11 +38,12 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import cdiv, read_launch, residual_launch, rows_are_aligned, starts_early
+from ._launch import cdiv, read_launch, residual_launch, rows_are_aligned, rows_begin_anywhere, starts_early
 from ._launcher import Form, other_forms, run
 from ._math import Math
 from ._partial_sums import CHAINS
 from ._residual import residual_map
+from ._row_words import QUAD, load_words, store_words, tiles_of
 from ._write_project import Projection
 
 # Steps of a row that a program with a norm keeps in registers.
@@ -79,6 +80,7 @@ def read_kernel(
     RESIDUAL_T: tl.constexpr,
     MANY: tl.constexpr,
     EARLY: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
@@ -117,7 +119,7 @@ def read_kernel(
                 value = load_float(weights, at, here)
             columns = columns_of(value, MATH.streams)
             _collapse_rows(
-                y, columns, norm_weight, x_in, u, t, live, C, norm_eps, MATH.streams, BLOCK_T, BLOCK_C, STAGES
+                y, columns, norm_weight, x_in, u, t, live, C, norm_eps, MATH.streams, WORDS, BLOCK_T, BLOCK_C, STAGES
             )
     elif SEPARATE:
         _write_half_alone(y, sums, width, scale, bias, post, res, z, program, T, MANY, MATH, RESIDUAL_T)
@@ -190,11 +192,14 @@ def _logits(value, r, scale, bias, z, GROUP: tl.constexpr, index, exists, t, liv
 
 @triton.jit
 def _collapse_rows(
-    y, weights, norm_weight, x_in, u, t, live, C: tl.constexpr, norm_eps, N: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    y, weights, norm_weight, x_in, u, t, live, C: tl.constexpr, norm_eps, N: tl.constexpr, WORDS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-    if norm_weight is None:
+    if norm_weight is None and WORDS:
+        for start in tl.range(0, C + QUAD - 1, BLOCK_C, num_stages=STAGES):
+            _collapse_words(y, weights, x_in, t[:, None], live[:, None], start, C, N, BLOCK_C)
+    elif norm_weight is None:
         for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
             offsets, mask, _c, _here = _tile(t, live, start, C, BLOCK_C)
             store_as(x_in, offsets, _collapse(y, weights, t, live, start, C, N, BLOCK_C), mask)
@@ -230,6 +235,17 @@ def _tile(t, live, start, C: tl.constexpr, BLOCK_C: tl.constexpr):
 def _collapse(y, weights, t, live, start, C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr):
     offsets, mask, _c, _here = _tile(t, live, start, C, BLOCK_C)
     return collapse(weights, load_streams(y, offsets + (t * (N - 1) * C)[:, None], mask, C, N), N)
+
+
+@triton.jit
+def _collapse_words(y, weights, x_in, t, live, start, C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Where rows begin anywhere: a thread has the four channels of a word of x_in, wherever they lie in a stream."""
+    q = (tl.arange(0, BLOCK_C // QUAD) + start // QUAD)[None, :]
+    words = load_words(y, t * (N * C), t * C % QUAD, q, C, N, live)
+    collapsed = ()
+    for k in tl.static_range(QUAD):
+        collapsed = collapsed + (collapse(weights, tiles_of(words, k, y.dtype.element_ty), N),)
+    store_words(x_in, t * C, q, C, collapsed, live, start == 0 or start + BLOCK_C > C - QUAD)
 
 
 @triton.jit
@@ -286,7 +302,8 @@ def read(
         tokens, channels, slots, together, width or float(math.streams * channels), norm_eps, constant,
         residual_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
-        MANY=many, EARLY=early, **_launched_early(many, early), **launch.meta(),
+        MANY=many, EARLY=early, WORDS=y is not None and rows_begin_anywhere(y), **_launched_early(many, early),
+        **launch.meta(),
     )  # fmt: skip
 
 

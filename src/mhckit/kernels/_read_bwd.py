@@ -56,12 +56,14 @@ from ._launch import (
     read_bwd_launch,
     residual_launch,
     rows_are_aligned,
+    rows_begin_anywhere,
     threads_hold_neighbours,
 )
 from ._launcher import run
 from ._math import Math, with_long_segments
 from ._pack import pack_phi_block
 from ._residual import residual_map_backward
+from ._row_words import QUAD, existing, load_words, tiles_of
 
 
 @triton.jit(do_not_specialize=["T", "residual_programs", "pack_programs"])
@@ -104,6 +106,7 @@ def read_bwd_kernel(
     PACKED_CHANNELS: tl.constexpr,
     PHI_BLOCK: tl.constexpr,
     PHI_STEP: tl.constexpr,
+    WORDS: tl.constexpr,
     FOLD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -148,7 +151,7 @@ def read_bwd_kernel(
             dw = tl.zeros((BLOCK_T, PADDED), tl.float32)
             if dx_in is not None:
                 dw, share = _collapse_backward(
-                    y, dx_in, norm_weight, u, w, t, live, C, MATH, FOLD, BLOCK_T, BLOCK_C, STAGES
+                    y, dx_in, norm_weight, u, w, t, live, C, MATH, WORDS, FOLD, BLOCK_T, BLOCK_C, STAGES
                 )
                 if norm_share is not None:
                     store_as(norm_share, t, share, live)
@@ -264,6 +267,7 @@ def _collapse_backward(
     live,
     C: tl.constexpr,
     MATH: tl.constexpr,
+    WORDS: tl.constexpr,
     FOLD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -273,30 +277,39 @@ def _collapse_backward(
     N: tl.constexpr = MATH.streams
     PADDED: tl.constexpr = MATH.padded_streams
     NORM: tl.constexpr = norm_weight is not None
+    PARTS: tl.constexpr = QUAD if WORDS else 1
     share = tl.zeros((BLOCK_T,), tl.float32)
     weights = columns_of(w, N)
     with_e = ()
     with_a = ()
     for _ in tl.static_range(N):
-        with_e = with_e + (folded_zeros(BLOCK_T, BLOCK_C, FOLD),)
-        with_a = with_a + (folded_zeros(BLOCK_T, BLOCK_C, FOLD) if NORM else tl.zeros((BLOCK_T, 1), tl.float32),)
+        with_e = with_e + (folded_zeros(BLOCK_T, BLOCK_C // PARTS, FOLD),)
+        zero = folded_zeros(BLOCK_T, BLOCK_C // PARTS, FOLD) if NORM else tl.zeros((BLOCK_T, 1), tl.float32)
+        with_a = with_a + (zero,)
     for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
-        c = start + tl.arange(0, BLOCK_C)
-        here = channels_exist(c, C, BLOCK_C)
-        tile = live[:, None] & here[None, :]
-        e = load_float(dx_in, t[:, None] * C + c[None, :], tile)
-        streams = load_streams(y, t[:, None] * (N * C) + c[None, :], tile, C, N)
-        if NORM:
-            e *= load_float(norm_weight, c, here)[None, :]
-            a = collapse(weights, streams, N)
-        next_e = ()
-        next_a = ()
-        for i in tl.static_range(N):
-            next_e = next_e + (with_e[i] + fold(e, streams[i], FOLD, True),)
+        if WORDS:
+            words = _load_words(y, dx_in, start, t[:, None], live[:, None], C, N, BLOCK_C)
+        for part in tl.static_range(PARTS):
+            c = start + part + PARTS * tl.arange(0, BLOCK_C // PARTS)
+            here = channels_exist(c, C, BLOCK_C)
+            if WORDS:
+                streams = tiles_of(words, part, y.dtype.element_ty)
+                e, streams = streams[0], streams[1:]
+            else:
+                tile = live[:, None] & here[None, :]
+                e = load_float(dx_in, t[:, None] * C + c[None, :], tile)
+                streams = load_streams(y, t[:, None] * (N * C) + c[None, :], tile, C, N)
             if NORM:
-                next_a = next_a + (with_a[i] + fold(a, streams[i], FOLD, True),)
-        with_e = next_e
-        with_a = next_a if NORM else with_a
+                e *= load_float(norm_weight, c, here)[None, :]
+                a = collapse(weights, streams, N)
+            next_e = ()
+            next_a = ()
+            for i in tl.static_range(N):
+                next_e = next_e + (with_e[i] + fold(e, streams[i], FOLD, True),)
+                if NORM:
+                    next_a = next_a + (with_a[i] + fold(a, streams[i], FOLD, True),)
+            with_e = next_e
+            with_a = next_a if NORM else with_a
     q = ()
     s = ()
     for i in tl.static_range(N):
@@ -308,6 +321,18 @@ def _collapse_backward(
         share += tl.sum(rounded_product(w, dw), 1) * inverse / C
         dw = inverse[:, None] * (dw - (inverse * share)[:, None] * from_columns(s, N, PADDED))
     return dw, share
+
+
+@triton.jit
+def _load_words(y, dx_in, start, t, live, C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Of the gradient of x_in, and of each stream; with zeros beyond C, since they are summed."""
+    q = (tl.arange(0, BLOCK_C // QUAD) + start // QUAD)[None, :]
+    kept = existing(q, C)
+    loaded = load_words(dx_in, t * C, 0, q, C, 1, live) + load_words(y, t * (N * C), 0, q, C, N, live)
+    words = ()
+    for i in tl.static_range(1 + N):
+        words = words + (loaded[i] & kept,)
+    return words
 
 
 class LogitSums(NamedTuple):
@@ -388,6 +413,7 @@ def read_bwd(
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
         PACKED=layout.rows, DENSE=layout.dense, PADDED_ROWS=layout.padded(math.rows),
         PACKED_CHANNELS=layout.channels_per_thread, PHI_BLOCK=layout.block, PHI_STEP=layout.step,
+        WORDS=y is not None and rows_begin_anywhere(y),
         FOLD=8 if y is not None and threads_hold_neighbours(y, launch) else 1, **launch.meta(),
     )  # fmt: skip
     return CoefficientGradients(k, k_more, sums)
