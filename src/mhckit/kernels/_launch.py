@@ -88,9 +88,9 @@ def rows_are_aligned(x: Tensor) -> bool:
     return x.shape[-1] * x.element_size() % 16 == 0
 
 
-def rows_begin_anywhere(x: Tensor) -> bool:
-    """Whether rows of 2-byte channels begin between 8-byte words (see `_row_words`)."""
-    return x.element_size() == 2 and x.shape[-1] % 4 > 0
+def rows_are_loaded_in_words(x: Tensor) -> bool:
+    """Whether F2 and B load rows as `_row_words` does: they begin between 8-byte words, and a program has one token."""
+    return x.element_size() == 2 and x.shape[-1] % 4 > 0 and x.shape[-1] > 256
 
 
 def equally_late(x: Tensor) -> int | None:
@@ -267,19 +267,19 @@ def write_project_launch(
     return Launch(block_t=16, block_c=32, num_warps=4, num_stages=1)
 
 
-def read_launch(streams: int, channels: int, *, aligned: bool = True) -> Launch:
-    """F2: a token, or a few where C is small; a row of channels in few steps."""
-    block_c = _channel_step(channels, 1024 if streams <= 4 and aligned else 512)
+def read_launch(streams: int, channels: int, *, wide: bool = True) -> Launch:
+    """F2: a token, or a few where C is small; a row of channels in few steps, fewer where loads are wide."""
+    block_c = _channel_step(channels, 1024 if streams <= 4 and wide else 512)
     return Launch(block_t=max(1, 512 // block_c), block_c=block_c, num_warps=4)
 
 
-def read_bwd_launch(streams: int, channels: int, *, aligned: bool = True) -> Launch:
+def read_bwd_launch(streams: int, channels: int, *, aligned: bool = True, words: bool = False) -> Launch:
     """B: sums over channels stay in a thread until the end; few tokens, so that many programs share the memory.
 
-    Loads of rows that are not aligned go element by element to registers, and want to be many at a time.
+    Loads of rows that are not aligned go to registers, element by element or in words, and want to be many at a time.
     """
     if not aligned:
-        return Launch(block_t=1, block_c=_channel_step(channels, 1024), num_warps=4)
+        return Launch(block_t=1, block_c=_channel_step(channels, 1024), num_warps=2 if words else 4)
     return Launch(block_t=4, block_c=_channel_step(channels, 256), num_warps=4, num_stages=3 if streams <= 4 else 2)
 
 

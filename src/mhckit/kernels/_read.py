@@ -38,12 +38,12 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import cdiv, read_launch, residual_launch, rows_are_aligned, rows_begin_anywhere, starts_early
+from ._launch import cdiv, read_launch, residual_launch, rows_are_aligned, rows_are_loaded_in_words, starts_early
 from ._launcher import Form, other_forms, run
 from ._math import Math
 from ._partial_sums import CHAINS
 from ._residual import residual_map
-from ._row_words import QUAD, load_words, store_words, tiles_of
+from ._row_words import load_words, store_words
 from ._write_project import Projection
 
 # Steps of a row that a program with a norm keeps in registers.
@@ -119,8 +119,9 @@ def read_kernel(
                 value = load_float(weights, at, here)
             columns = columns_of(value, MATH.streams)
             _collapse_rows(
-                y, columns, norm_weight, x_in, u, t, live, C, norm_eps, MATH.streams, WORDS, BLOCK_T, BLOCK_C, STAGES
-            )
+                y, columns, norm_weight, x_in, u, program, t, live, C, norm_eps, MATH.streams, WORDS, BLOCK_T, BLOCK_C,
+                STAGES,
+            )  # fmt: skip
     elif SEPARATE:
         _write_half_alone(y, sums, width, scale, bias, post, res, z, program, T, MANY, MATH, RESIDUAL_T)
 
@@ -192,13 +193,14 @@ def _logits(value, r, scale, bias, z, GROUP: tl.constexpr, index, exists, t, liv
 
 @triton.jit
 def _collapse_rows(
-    y, weights, norm_weight, x_in, u, t, live, C: tl.constexpr, norm_eps, N: tl.constexpr, WORDS: tl.constexpr,
+    y, weights, norm_weight, x_in, u, token, t, live, C: tl.constexpr, norm_eps, N: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     STEPS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     if norm_weight is None and WORDS:
-        for start in tl.range(0, C + QUAD - 1, BLOCK_C, num_stages=STAGES):
-            _collapse_words(y, weights, x_in, t[:, None], live[:, None], start, C, N, BLOCK_C)
+        for turn in tl.static_range(4):
+            if token % 4 == turn:
+                _collapse_words(y, weights, x_in, token, C, N, turn, BLOCK_C)
     elif norm_weight is None:
         for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
             offsets, mask, _c, _here = _tile(t, live, start, C, BLOCK_C)
@@ -238,14 +240,35 @@ def _collapse(y, weights, t, live, start, C: tl.constexpr, N: tl.constexpr, BLOC
 
 
 @triton.jit
-def _collapse_words(y, weights, x_in, t, live, start, C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Where rows begin anywhere: a thread has the four channels of a word of x_in, wherever they lie in a stream."""
-    q = (tl.arange(0, BLOCK_C // QUAD) + start // QUAD)[None, :]
-    words = load_words(y, t * (N * C), t * C % QUAD, q, C, N, live)
+def _collapse_words(
+    y, weights, x_in, token, C: tl.constexpr, N: tl.constexpr, TURN: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """The row of one token, where rows begin anywhere: first the words at its ends, which may be parts of them."""
+    AHEAD: tl.constexpr = TURN * C % 4
+    STEP: tl.constexpr = BLOCK_C // 4
+    FIRST: tl.constexpr = 1 if AHEAD > 0 else 0
+    STEPS: tl.constexpr = ((C + AHEAD) // 4 - FIRST) // STEP
+    ENDS: tl.constexpr = FIRST + (C + AHEAD + 3) // 4 - (FIRST + STEPS * STEP)
+    end = tl.arange(0, 1 << (ENDS - 1).bit_length())[None, :]
+    end = tl.where(end < FIRST, 0, end + STEPS * STEP)
+    _collapse_step(y, weights, x_in, token, end, C, N, TURN, False)
+    for step in tl.range(0, STEPS, num_stages=1):
+        q = tl.arange(0, STEP)[None, :] + (step * STEP + FIRST)
+        _collapse_step(y, weights, x_in, token, q, C, N, TURN, True)
+
+
+@triton.jit
+def _collapse_step(
+    y, weights, x_in, token, q, C: tl.constexpr, N: tl.constexpr, TURN: tl.constexpr, WHOLE: tl.constexpr
+):
+    tiles = load_words(y, token, q, TURN * C % 4, C, N, TURN, WHOLE)
     collapsed = ()
-    for k in tl.static_range(QUAD):
-        collapsed = collapsed + (collapse(weights, tiles_of(words, k, y.dtype.element_ty), N),)
-    store_words(x_in, t * C, q, C, collapsed, live, start == 0 or start + BLOCK_C > C - QUAD)
+    for k in tl.static_range(4):
+        streams = ()
+        for i in tl.static_range(N):
+            streams = streams + (tiles[4 * i + k],)
+        collapsed = collapsed + (collapse(weights, streams, N),)
+    store_words(x_in, token, q, collapsed, TURN * C % 4, C, WHOLE)
 
 
 @triton.jit
@@ -289,7 +312,9 @@ def read(
     many = None if projection is None else projection.many
     early = projection is not None and starts_early(projection.z.device)
     residual = residual_launch(math.streams)
-    launch = residual if alone else read_launch(math.streams, channels, aligned=y is None or rows_are_aligned(y))
+    words = y is not None and rows_are_loaded_in_words(y)
+    wide = words or y is None or rows_are_aligned(y)
+    launch = residual if alone else read_launch(math.streams, channels, wide=wide)
     separate = not alone and math.rows > math.streams
     residual_programs = cdiv(tokens, _tokens_of_sums(residual.block_t, many)) if separate else 0
     programs = cdiv(tokens, _tokens_of_sums(launch.block_t, many) if alone else launch.block_t)
@@ -302,7 +327,7 @@ def read(
         tokens, channels, slots, together, width or float(math.streams * channels), norm_eps, constant,
         residual_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
-        MANY=many, EARLY=early, WORDS=y is not None and rows_begin_anywhere(y), **_launched_early(many, early),
+        MANY=many, EARLY=early, WORDS=words, **_launched_early(many, early),
         **launch.meta(),
     )  # fmt: skip
 

@@ -56,14 +56,14 @@ from ._launch import (
     read_bwd_launch,
     residual_launch,
     rows_are_aligned,
-    rows_begin_anywhere,
+    rows_are_loaded_in_words,
     threads_hold_neighbours,
 )
 from ._launcher import run
 from ._math import Math, with_long_segments
 from ._pack import pack_phi_block
 from ._residual import residual_map_backward
-from ._row_words import QUAD, existing, load_words, tiles_of
+from ._row_words import load_words
 
 
 @triton.jit(do_not_specialize=["T", "residual_programs", "pack_programs"])
@@ -151,7 +151,7 @@ def read_bwd_kernel(
             dw = tl.zeros((BLOCK_T, PADDED), tl.float32)
             if dx_in is not None:
                 dw, share = _collapse_backward(
-                    y, dx_in, norm_weight, u, w, t, live, C, MATH, WORDS, FOLD, BLOCK_T, BLOCK_C, STAGES
+                    y, dx_in, norm_weight, u, w, program, t, live, C, MATH, WORDS, FOLD, BLOCK_T, BLOCK_C, STAGES
                 )
                 if norm_share is not None:
                     store_as(norm_share, t, share, live)
@@ -263,6 +263,7 @@ def _collapse_backward(
     norm_weight,
     u,
     w,
+    token,
     t,
     live,
     C: tl.constexpr,
@@ -277,62 +278,110 @@ def _collapse_backward(
     N: tl.constexpr = MATH.streams
     PADDED: tl.constexpr = MATH.padded_streams
     NORM: tl.constexpr = norm_weight is not None
-    PARTS: tl.constexpr = QUAD if WORDS else 1
     share = tl.zeros((BLOCK_T,), tl.float32)
     weights = columns_of(w, N)
-    with_e = ()
-    with_a = ()
-    for _ in tl.static_range(N):
-        with_e = with_e + (folded_zeros(BLOCK_T, BLOCK_C // PARTS, FOLD),)
-        zero = folded_zeros(BLOCK_T, BLOCK_C // PARTS, FOLD) if NORM else tl.zeros((BLOCK_T, 1), tl.float32)
-        with_a = with_a + (zero,)
-    for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
-        if WORDS:
-            words = _load_words(y, dx_in, start, t[:, None], live[:, None], C, N, BLOCK_C)
-        for part in tl.static_range(PARTS):
-            c = start + part + PARTS * tl.arange(0, BLOCK_C // PARTS)
+    if WORDS:
+        dw = tl.zeros((BLOCK_T, PADDED), tl.float32)
+        s = dw
+        for turn in tl.static_range(4):
+            if token % 4 == turn:
+                sums = _sum_words(y, dx_in, norm_weight, weights, token, C, N, turn, BLOCK_C)
+                dw = from_columns(sums[:N], N, PADDED)
+                s = from_columns(sums[N:], N, PADDED) if NORM else dw
+    else:
+        products = _no_products(N, NORM, BLOCK_T, BLOCK_C, FOLD)
+        for start in tl.range(0, C, BLOCK_C, num_stages=STAGES):
+            c = start + tl.arange(0, BLOCK_C)
             here = channels_exist(c, C, BLOCK_C)
-            if WORDS:
-                streams = tiles_of(words, part, y.dtype.element_ty)
-                e, streams = streams[0], streams[1:]
-            else:
-                tile = live[:, None] & here[None, :]
-                e = load_float(dx_in, t[:, None] * C + c[None, :], tile)
-                streams = load_streams(y, t[:, None] * (N * C) + c[None, :], tile, C, N)
-            if NORM:
-                e *= load_float(norm_weight, c, here)[None, :]
-                a = collapse(weights, streams, N)
-            next_e = ()
-            next_a = ()
-            for i in tl.static_range(N):
-                next_e = next_e + (with_e[i] + fold(e, streams[i], FOLD, True),)
-                if NORM:
-                    next_a = next_a + (with_a[i] + fold(a, streams[i], FOLD, True),)
-            with_e = next_e
-            with_a = next_a if NORM else with_a
-    q = ()
-    s = ()
-    for i in tl.static_range(N):
-        q = q + (tl.sum(with_e[i], 1),)
-        s = s + (tl.sum(with_a[i], 1),)
-    dw = from_columns(q, N, PADDED)
+            tile = live[:, None] & here[None, :]
+            e = load_float(dx_in, t[:, None] * C + c[None, :], tile)
+            streams = load_streams(y, t[:, None] * (N * C) + c[None, :], tile, C, N)
+            products = _add_products(products, e, streams, norm_weight, weights, c, here, N, FOLD)
+        sums = _sums(products)
+        dw = from_columns(sums[:N], N, PADDED)
+        s = from_columns(sums[N:], N, PADDED) if NORM else dw
     if NORM:
         inverse = load_float(u, t, live)
         share += tl.sum(rounded_product(w, dw), 1) * inverse / C
-        dw = inverse[:, None] * (dw - (inverse * share)[:, None] * from_columns(s, N, PADDED))
+        dw = inverse[:, None] * (dw - (inverse * share)[:, None] * s)
     return dw, share
 
 
 @triton.jit
-def _load_words(y, dx_in, start, t, live, C: tl.constexpr, N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Of the gradient of x_in, and of each stream; with zeros beyond C, since they are summed."""
-    q = (tl.arange(0, BLOCK_C // QUAD) + start // QUAD)[None, :]
-    kept = existing(q, C)
-    loaded = load_words(dx_in, t * C, 0, q, C, 1, live) + load_words(y, t * (N * C), 0, q, C, N, live)
-    words = ()
-    for i in tl.static_range(1 + N):
-        words = words + (loaded[i] & kept,)
-    return words
+def _no_products(N: tl.constexpr, NORM: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, FOLD: tl.constexpr):
+    """Of each stream with e, and with a norm then with a, folded."""
+    products = ()
+    for _ in tl.static_range(2 * N if NORM else N):
+        products = products + (folded_zeros(BLOCK_T, BLOCK_C, FOLD),)
+    return products
+
+
+@triton.jit
+def _add_products(products, e, streams, norm_weight, weights, c, here, N: tl.constexpr, FOLD: tl.constexpr):
+    NORM: tl.constexpr = norm_weight is not None
+    if NORM:
+        e *= load_float(norm_weight, c, here)[None, :]
+        a = collapse(weights, streams, N)
+    with_e = ()
+    with_a = ()
+    for i in tl.static_range(N):
+        with_e = with_e + (products[i] + fold(e, streams[i], FOLD, True),)
+        if NORM:
+            with_a = with_a + (products[N + i] + fold(a, streams[i], FOLD, True),)
+    return with_e + with_a
+
+
+@triton.jit
+def _sums(products):
+    sums = ()
+    for i in tl.static_range(len(products)):
+        sums = sums + (tl.sum(products[i], 1),)
+    return sums
+
+
+@triton.jit
+def _sum_words(
+    y, dx_in, norm_weight, weights, token, C: tl.constexpr, N: tl.constexpr, TURN: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """The sums of one token, where rows begin anywhere: first over the channels that are left beside whole steps."""
+    STEP: tl.constexpr = BLOCK_C // 4
+    STEPS: tl.constexpr = C // BLOCK_C
+    LEFT: tl.constexpr = 1 << ((C + 3) // 4 - STEPS * STEP - 1).bit_length()
+    NORM: tl.constexpr = norm_weight is not None
+    left = _no_products(N, NORM, 1, LEFT, 1)
+    left = _add_words(left, y, dx_in, norm_weight, weights, token, STEPS * STEP, C, N, TURN, LEFT, False)
+    products = _no_products(N, NORM, 1, STEP, 1)
+    for step in tl.range(0, STEPS, num_stages=1):
+        products = _add_words(products, y, dx_in, norm_weight, weights, token, step * STEP, C, N, TURN, STEP, True)
+    of_left, of_steps = _sums(left), _sums(products)
+    sums = ()
+    for i in tl.static_range(len(of_left)):
+        sums = sums + (of_left[i] + of_steps[i],)
+    return sums
+
+
+@triton.jit
+def _add_words(
+    products, y, dx_in, norm_weight, weights, token, first, C: tl.constexpr, N: tl.constexpr, TURN: tl.constexpr,
+    COUNT: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    q = tl.arange(0, COUNT) + first
+    gradients = load_words(dx_in, token, q[None, :], 0, C, 1, TURN, WHOLE)
+    tiles = load_words(y, token, q[None, :], 0, C, N, TURN, WHOLE)
+    for k in tl.static_range(4):
+        c = 4 * q + k
+        here = c < C
+        e = _existing(gradients[k], here, WHOLE)
+        streams = ()
+        for i in tl.static_range(N):
+            streams = streams + (_existing(tiles[4 * i + k], here, WHOLE),)
+        products = _add_products(products, e, streams, norm_weight, weights, c, here, N, 1)
+    return products
+
+
+@triton.jit
+def _existing(tile, here, WHOLE: tl.constexpr):
+    return tile if WHOLE else tl.where(here[None, :], tile, 0.0)
 
 
 class LogitSums(NamedTuple):
@@ -389,7 +438,9 @@ def read_bwd(
     alone = isinstance(weights, str) and weights == "none"
     math = with_long_segments(math) if alone else math
     residual = residual_launch(math.streams)
-    launch = residual if alone else read_bwd_launch(math.streams, channels, aligned=y is None or rows_are_aligned(y))
+    words = y is not None and rows_are_loaded_in_words(y)
+    aligned = y is None or rows_are_aligned(y)
+    launch = residual if alone else read_bwd_launch(math.streams, channels, aligned=aligned, words=words)
     more = math.rows - math.streams
     separate = not alone and more > 0
     residual_programs = cdiv(tokens, residual.block_t) if separate else 0
@@ -413,7 +464,7 @@ def read_bwd(
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
         PACKED=layout.rows, DENSE=layout.dense, PADDED_ROWS=layout.padded(math.rows),
         PACKED_CHANNELS=layout.channels_per_thread, PHI_BLOCK=layout.block, PHI_STEP=layout.step,
-        WORDS=y is not None and rows_begin_anywhere(y),
+        WORDS=words,
         FOLD=8 if y is not None and threads_hold_neighbours(y, launch) else 1, **launch.meta(),
     )  # fmt: skip
     return CoefficientGradients(k, k_more, sums)
