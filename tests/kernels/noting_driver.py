@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,35 +24,41 @@ _repeat = _plan.Plan.repeat
 
 
 class Driver:
-    """What was launched, first and again: pointers and numbers. ``in_cpp`` counts launches of calls that C++ itself
-    recognised.
+    """What was launched, first and again: pointers and numbers; and again, pointers alone. ``in_cpp`` counts launches of
+    calls that C++ itself recognised.
     """
 
     def __init__(self) -> None:
         self.first: list[Any] = []
         self.again: list[Any] = []
+        self.pointers_again: list[int] = []
         self.in_cpp = 0
         self.answer = 0
         self.asked_by_python = False
         self.launch = _LAUNCH(self._launch)
-        self._parameters: list[int] = [0]  # of each kernel, by the function that stands for it: none is 0
+        self._parameters: list[list[str]] = [[]]  # of each kernel, by the function that stands for it: none is 0
 
     def run_now(self, kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         self.first += [argument.data_ptr() for argument in args if isinstance(argument, Tensor)]
         types = tuple(_type(argument) for argument in args)
-        self._parameters.append(len(types) - types.count("constexpr"))
+        self._parameters.append([kind for kind in types if kind != "constexpr"])
         settings = (128, 0, False)
         binary = _launcher.Binary(len(self._parameters) - 1, settings, types, (), lambda args: {})
         # Behind the grid and the stream.
-        compiled = _launcher.Compiled(lambda *values: self.again.extend(values[4:]), (), (), binary)
+        compiled = _launcher.Compiled(lambda *values: self._note(values[4:], types), (), (), binary)
         if (launches := _launcher._watching.launches) is not None:
             launches.append(_launcher.Recorded(compiled, (*grid, 1, 1)[:3], args))
 
     def _launch(self, _config: int, function: int, parameters: Any) -> int:
         self.in_cpp += not self.asked_by_python
-        for position in range(self._parameters[function]):
-            self.again.append(ctypes.cast(parameters[position], ctypes.POINTER(ctypes.c_uint64)).contents.value)
+        given = self._parameters[function]
+        values = [ctypes.cast(parameters[k], ctypes.POINTER(ctypes.c_uint64)).contents.value for k in range(len(given))]
+        self._note(values, given)
         return self.answer
+
+    def _note(self, values: Sequence[Any], kinds: Sequence[str]) -> None:
+        self.again.extend(values)
+        self.pointers_again += [value for value, kind in zip(values, kinds, strict=True) if kind.startswith("*")]
 
     def repeat(self, plan: _plan.Plan, *args: Any, **options: Any) -> Any:
         """As a plan is repeated; one at a time, where several threads do."""
@@ -65,6 +71,7 @@ class Driver:
     def forget(self) -> None:
         self.first.clear()
         self.again.clear()
+        self.pointers_again.clear()
         self.in_cpp = 0
 
 

@@ -119,9 +119,8 @@ def test_outputs_that_nobody_uses(driver: Driver) -> None:
     assert 0 < handed[1] < handed[0]
 
 
-def _pointers_in_order(values: list[Any]) -> list[int]:
+def _in_order(pointers: list[int]) -> list[int]:
     """Which of a call's pointers each is, by when it came first."""
-    pointers = [value for value in values if isinstance(value, int) and value > 2**32]  # more than a float32 takes
     order = {pointer: number for number, pointer in enumerate(dict.fromkeys(pointers))}
     return [order[pointer] for pointer in pointers]
 
@@ -135,11 +134,11 @@ def test_kernels_get_what_python_hands_them(operator: str) -> None:
             for _ in range(4):
                 driver.forget()
                 outputs = _call(operator).requires_grad()()
-                forward = _pointers_in_order(driver.again)
+                forward = _in_order(driver.pointers_again)
                 driver.forget()
                 _backward(outputs)
             assert (driver.in_cpp > 0) == in_cpp
-            orders.append((forward, _pointers_in_order(driver.again)))
+            orders.append((forward, _in_order(driver.pointers_again)))
     assert orders[0] == orders[1] and all(orders[0])
 
 

@@ -22,7 +22,9 @@ CHANNELS = (257, 258, 1021, 1022, 1023, 1025, 2051)
 )
 def test_every_way_to_begin(operator: str, channels: int) -> None:
     """Nine tokens: each kind of row twice, and the tensor's last one."""
-    call = make_call(operator, RECIPES["deepseek_v4"], lead=(9,), channels=channels, dtype=torch.bfloat16, device=DEVICE)
+    call = make_call(
+        operator, RECIPES["deepseek_v4"], lead=(9,), channels=channels, dtype=torch.bfloat16, device=DEVICE
+    )
     assert_accurate(Call(operator, call.recipe, {k: t for k, t in call.tensors.items() if k != "out_norm_weight"}))
 
 

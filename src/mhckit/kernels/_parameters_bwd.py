@@ -342,8 +342,8 @@ def chunk_sums(
     T, N, C = tokens_of(y)
     rows = 0 if dz_parts is None else phi.shape[0]
     streams = 1 if norm is None else streams_collapsed_together(N, rows)
-    late = None if streams > 1 else equally_late(y)
-    every, aligns = late or 1, late is not None
+    every = equally_late(y) or 1
+    aligns = streams == 1 and equally_late(y) is not None
     chunks = cdiv(token_chunks(T, rows, N * C, y.device), every) * every
     launch = parameters_bwd_launch(rows, streams, wide=loads_are_wide(y))
     slots = dphi = None
