@@ -21,7 +21,7 @@ RECIPES = every_recipe()
 
 
 def every_operator() -> Iterator[Call]:
-    """Of tokens that are a multiple of 8: rows that begin anywhere are loaded in 16 bytes or words, and end there then."""
+    """Tokens are a multiple of 8: rows that begin anywhere are loaded in 16 bytes or in words, and end there then."""
     _launch.SLICE_WIDTH = 32  # several slices of few channels
     for operator in OPERATORS:
         others = ("mhc_lite", "projection") if operator in ("junction", "enter", "sinkhorn") else ()
@@ -53,6 +53,8 @@ def forms_for_hopper() -> Iterator[Call]:
 
 torch.use_deterministic_algorithms(True)  # fills what is uninitialised with NaN
 for call in {"every_operator": every_operator, "forms_for_hopper": forms_for_hopper}[sys.argv[1]]():
-    assert not any(value.isnan().any() for value in run(call, "triton").values())
+    results = run(call, "triton")
+    tokens = {name: value.isnan().nonzero()[:, :1].unique().tolist() for name, value in results.items()}
+    assert not any(tokens.values()), f"NaN in {call.operator}, at these tokens or rows: {tokens}"
 torch.cuda.synchronize()
 print("all of it ran")

@@ -24,8 +24,8 @@ _repeat = _plan.Plan.repeat
 
 
 class Driver:
-    """What was launched, first and again: pointers and numbers; and again, pointers alone. ``in_cpp`` counts launches of
-    calls that C++ itself recognised.
+    """What was launched, first and again: pointers and numbers; and again, pointers alone. ``in_cpp`` counts launches
+    of calls that C++ recognised.
     """
 
     def __init__(self) -> None:

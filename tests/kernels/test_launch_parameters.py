@@ -1,11 +1,11 @@
-"""Launch parameters that follow the number of tokens, on a device like an H200."""
+"""Launch parameters that follow the number of tokens, on a device like an H200; and where rows begin anywhere."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mhckit.kernels._launch import token_chunks
+from mhckit.kernels._launch import equally_late, read_bwd_launch, read_launch, rows_are_loaded_in_words, token_chunks
 
 CPU = torch.device("cpu")  # counts as one with 132 multiprocessors
 
@@ -22,3 +22,26 @@ CPU = torch.device("cpu")  # counts as one with 132 multiprocessors
 ])  # fmt: skip
 def test_chunks_of_tokens(tokens: int, rows: int, columns: int, chunks: int) -> None:
     assert token_chunks(tokens, rows, columns, CPU) == chunks
+
+
+@pytest.mark.parametrize(("streams", "channels", "every"), [
+    (4, 5129, 2), (4, 5130, 1), (4, 5132, 1), (2, 5130, 2), (8, 5129, 1),
+    (4, 5128, None),  # aligned
+    (2, 5129, None), (1, 5130, None),  # four kinds of rows
+])  # fmt: skip
+def test_rows_that_are_equally_late(streams: int, channels: int, every: int | None) -> None:
+    x = torch.empty(3, streams, channels, dtype=torch.bfloat16)
+    assert equally_late(x) == every
+    assert equally_late(x.float()) is None
+    if every is not None:
+        starts = {(token * streams * channels) % 8 for token in range(0, 64, every)}
+        assert starts == {0}
+
+
+@pytest.mark.parametrize(("channels", "words"), [(257, True), (5129, True), (5130, True), (5132, False), (255, False)])
+def test_words_are_loaded_by_programs_of_one_token(channels: int, words: bool) -> None:
+    x = torch.empty(3, 4, channels, dtype=torch.bfloat16)
+    assert rows_are_loaded_in_words(x) == words and not rows_are_loaded_in_words(x.float())
+    for streams in range(1, 9) if words else ():
+        assert read_launch(streams, channels).block_t == 1
+        assert read_bwd_launch(streams, channels, aligned=False, words=True).block_t == 1

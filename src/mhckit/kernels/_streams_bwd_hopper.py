@@ -346,13 +346,15 @@ def streams_bwd_hopper_kernel(
     pieces = gl.allocate_shared_memory(gl.bfloat16, [PANELS * N * PARTS, PART_ROWS, PANEL], SHARED)
     loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     computed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    if TILED:  # elsewhere nobody waits for it, and the compiler lets the next tensor lie where what nobody uses does
+        free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     phi_loaded = gl.allocate_shared_memory(gl.int64, [PANELS, 1], mbarrier.MBarrierLayout())
     phi_free = gl.allocate_shared_memory(gl.int64, [PANELS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(loaded.index(slot), count=1 if TILED else 32 * WORD_WARPS)
         mbarrier.init(computed.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
+        if TILED:
+            mbarrier.init(free.index(slot), count=1)
     for slot in gl.static_range(PANELS):
         mbarrier.init(phi_loaded.index(slot), count=1)
         mbarrier.init(phi_free.index(slot), count=1)
@@ -363,7 +365,7 @@ def streams_bwd_hopper_kernel(
         _stage_dz(dz_parts, staged_dz[0], first, T, P, PARTS, DZ_WIDTH)
     fence_async_shared()
     gl.thread_barrier()
-    # Written out twice: a tuple with a name keeps no constants. Where rows begin anywhere nobody waits at free.
+    # Written out twice: a tuple with a name keeps no constants.
     if TILED:
         gl.warp_specialize(
             [
