@@ -6,9 +6,12 @@ import itertools
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from accuracy import assert_accurate
 from recipes import every_recipe
 
+from mhckit.kernels._row_words import store_words
 from mhckit.testing import Call, make_call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,3 +41,18 @@ def test_with_a_norm() -> None:
     """B alone: F2 adds up squares there, in the order of the channels."""
     call = make_call("junction", RECIPES["deepseek_v4"], lead=(6,), channels=259, dtype=torch.bfloat16, device=DEVICE)
     assert_accurate(call)
+
+
+@triton.jit
+def _store_ones(x, token, C: tl.constexpr, TURN: tl.constexpr, WORDS: tl.constexpr):
+    ones = tl.zeros((1, WORDS), tl.float32) + 1.0
+    store_words(x, token, tl.arange(0, WORDS)[None, :], (ones, ones, ones, ones), TURN * C % 4, C, False)
+
+
+@pytest.mark.parametrize("channels", [5, 6, 7])
+@pytest.mark.parametrize("token", range(4))
+def test_other_rows_stay_as_they_are(token: int, channels: int) -> None:
+    """Of words that hold the ends of two rows, each program stores its own part."""
+    x = torch.zeros(5, channels, dtype=torch.bfloat16, device=DEVICE)
+    _store_ones[(1,)](x, token, channels, token, 4)
+    assert (x[token] == 1).all() and x.sum() == channels
