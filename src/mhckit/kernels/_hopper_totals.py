@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ._device import fold, join_last
-from ._hopper_copies import GROUP, PANELS
+from ._hopper_copies import GROUP
 
 
 @gluon.jit
@@ -22,9 +22,7 @@ def add_products(new_totals, totals, G, f, mixed):
 
 
 @gluon.jit
-def store_totals(
-    sums, totals, d_slots, d_slot, chunk, first, T, N: gl.constexpr, NUMBERS: gl.constexpr, SUMS_READ: gl.constexpr
-):
+def store_totals(sums, totals, room, chunk, first, T, N: gl.constexpr, NUMBERS: gl.constexpr, SUMS_READ: gl.constexpr):
     """[chunks, T, numbers]: of a token dpost, then dres, then the gradient of its read weights. What crosses threads
     goes where d was, which nobody needs any more.
     """
@@ -40,8 +38,8 @@ def store_totals(
         for o in gl.static_range(N):
             outer = outer + (totals[(o + 1) * PER_STREAM - 1],)
     gl.thread_barrier()
-    of_outer = d_slots.index(d_slot * PANELS)._reinterpret(gl.float32, [GROUP, 2, len(outer)], LINES)
-    of_inner = d_slots.index(d_slot * PANELS + 1)._reinterpret(gl.float32, [GROUP, 2, N * N], LINES)
+    of_outer = room[0]._reinterpret(gl.float32, [GROUP, 2, len(outer)], LINES)
+    of_inner = room[1]._reinterpret(gl.float32, [GROUP, 2, N * N], LINES)
     _exchange(of_outer, outer)
     if MIXED > 0:
         _exchange(of_inner, inner)

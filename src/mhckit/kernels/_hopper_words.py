@@ -26,6 +26,10 @@ WORD_REGISTERS = gl.constexpr(104)
 TURNING_WARPS = gl.constexpr(8)
 # Places of a row in a slot.
 WIDTH = gl.constexpr(PANELS.value * PANEL.value)
+# How rows lie in shared memory where they are worked on as late as they arrive: one below the other, in vectors of
+# eight places, of which the next one begins 16 bytes later wherever it lies.
+LINES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
+VECTOR = gl.constexpr(8)
 # Rows that a piece of instructions is written for: all that a thread has when it turns a group of 32, and half of those
 # that it has when it stores one.
 ROWS_TURNED = 2
@@ -124,15 +128,32 @@ MOVED_AT_ONCE = gl.constexpr(4 * ROWS_MOVED)
 
 
 @gluon.jit
-def _whole(slots, ROWS: gl.constexpr):
-    """Slots, two panels each, as [slots, ROWS, channels]."""
-    return slots._reinterpret(gl.bfloat16, [slots.shape[0] // PANELS, ROWS, WIDTH], SHARED)
+def vector_of_slot(slot, ROWS: gl.constexpr):
+    """Which vector is its first."""
+    return 1 + slot * (ROWS * WIDTH // VECTOR + 1)
 
 
 @gluon.jit
-def _origin(tensor, token, channel, C: gl.constexpr, N: gl.constexpr):
+def slot_of(slots, slot, ROWS: gl.constexpr):
+    """One of the slots, as [ROWS, channels]: of two panels, or of vectors (`_hopper_late`)."""
+    if slots.shape[2] == VECTOR:
+        return slots.index(vector_of_slot(slot, ROWS))._reinterpret(gl.bfloat16, [ROWS, WIDTH], LINES)
+    else:
+        return slots._reinterpret(gl.bfloat16, [slots.shape[0] // PANELS, ROWS, WIDTH], SHARED).index(slot)
+
+
+@gluon.jit
+def origin_of(tensor, token, channel, C: gl.constexpr, N: gl.constexpr):
     """Where a group's first row has a step's first channel: at a 16-byte boundary, since groups have 32 tokens."""
     return tensor + (token.to(gl.int64) * (N * C) + channel) // 8 * 8
+
+
+@gluon.jit
+def start_of(t, stream, C: gl.constexpr, N: gl.constexpr):
+    """The 16-byte boundary before rows, behind the group's first one, and how late they are."""
+    # Eight tokens later a row is as late again: what the compiler need not work out for each of them.
+    places = (t % 8 * N + stream) * C
+    return places // 8 * 8 + t // 8 * (8 * N * C), places % 8
 
 
 @gluon.jit
@@ -143,15 +164,13 @@ def _begin(tensor, tile, token, channel, T, C: gl.constexpr, N: gl.constexpr, ST
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WORD_WARPS, 1], [1, 0])
     row = gl.arange(0, N * GROUP, gl.SliceLayout(1, layout))[:, None]
     t = row % GROUP
-    # Every so many tokens a row begins as late as theirs: what the compiler need not work out for each of them.
-    PERIOD: gl.constexpr = 8 // N
-    late = (t % PERIOD * N + row // GROUP) * C
+    start, late = start_of(t, row // GROUP, C, N)
     c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-    pointers = c + _origin(tensor, token, channel, C, N) + late // 8 * 8 + t // PERIOD * (8 * C)
+    pointers = origin_of(tensor, token, channel, C, N) + (start + c)
     if (channel + STEP < C) & (token + GROUP <= T):
         async_copy.async_copy_global_to_shared(tile, pointers)
     else:
-        here = (token + t < T) & (c // 8 * 8 < late % 8 + (C - channel))
+        here = (token + t < T) & (c // 8 * 8 < late + (C - channel))
         async_copy.async_copy_global_to_shared(tile, pointers, here)
 
 
@@ -233,8 +252,8 @@ def turn_step(
     """
     channel = begin + step // 2 * STEP
     for j in gl.static_range(len(stream_slots)):
-        tile = _whole(stream_slots[j], N * GROUP).index(step % SLOTS)
-        row_tile = _whole(row_slots[j], GROUP).index(step % SLOTS)
+        tile = slot_of(stream_slots[j], step % SLOTS, N * GROUP)
+        row_tile = slot_of(row_slots[j], step % SLOTS, GROUP)
         for i in gl.static_range(0, N - TOGETHER, TOGETHER):
             _turn_together(tile, (), channel, i, TOGETHER, C, N, STEP)
         _turn_together(tile, (row_tile,), channel, N - TOGETHER, TOGETHER, C, N, STEP)
@@ -252,7 +271,7 @@ def _store(
     c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     word = c // WORD * WORD
     start, odd = _starts(t, C, N, STREAM)
-    origin = _origin(tensor, token, channel, C, N)
+    origin = origin_of(tensor, token, channel, C, N)
     rows = tile.load(layout)
     words = _moved(rows, odd, c) if MAY_BE_ODD else rows
     pointers = c + origin + (start + odd) // WORD * WORD
@@ -307,17 +326,18 @@ def _store_ends(origin, rows, C: gl.constexpr, N: gl.constexpr, STEP: gl.constex
 @gluon.jit
 def begin_step(
     streams, rows, stream_slots, row_slots, loaded, step, first, T, begin, C: gl.constexpr, N: gl.constexpr,
-    STEP: gl.constexpr, SLOTS: gl.constexpr,
+    STEP: gl.constexpr, SLOTS: gl.constexpr, LAST: gl.constexpr = True,
 ):  # fmt: skip
-    """As a step of `load_tiles`: those who wait for it hear of it when it has arrived."""
+    """As a step of `load_tiles`: those who wait for it hear of it when the LAST tensors of it have arrived."""
     token, channel = place_of(step, first, begin, STEP)
     for j in gl.static_range(len(streams)):
-        tile = _whole(stream_slots[j], N * GROUP).index(step % SLOTS)
+        tile = slot_of(stream_slots[j], step % SLOTS, N * GROUP)
         _begin(streams[j], tile, token, channel, T, C, N, STEP)
     for j in gl.static_range(len(rows)):
-        tile = _whole(row_slots[j], GROUP).index(step % SLOTS)
+        tile = slot_of(row_slots[j], step % SLOTS, GROUP)
         _begin(rows[j], tile, token, channel, T, C, 1, STEP)
-    async_copy.mbarrier_arrive(loaded.index(step % SLOTS), increment_count=False)
+    if LAST:
+        async_copy.mbarrier_arrive(loaded.index(step % SLOTS), increment_count=False)
 
 
 @gluon.jit
@@ -327,8 +347,8 @@ def store_step(
 ):  # fmt: skip
     """As a step of `store_tiles`."""
     token, channel = place_of(step, first, begin, STEP)
-    tile = _whole(stream_slots, N * GROUP).index(step % SLOTS)
+    tile = slot_of(stream_slots, step % SLOTS, N * GROUP)
     for i in gl.static_range(N):
         _store(streams, tile.slice(i * GROUP, GROUP), token, channel, T, C, N, STEP, WORD, i)
     if row is not None:
-        _store(row, _whole(row_slots, GROUP).index(step % SLOTS), token, channel, T, C, 1, STEP, WORD, 0)
+        _store(row, slot_of(row_slots, step % SLOTS, GROUP), token, channel, T, C, 1, STEP, WORD, 0)

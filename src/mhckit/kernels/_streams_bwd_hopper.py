@@ -53,6 +53,7 @@ from ._device import (
 )
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
 from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, SHARED, STREAM_TILE, load_tiles, steps_of, store_tiles
+from ._hopper_late import allocate_vectors, clear_ends, load_late, own_channels, panel_of, store_late
 from ._hopper_launch import (
     HOPPER_TOKENS,
     hopper_step,
@@ -61,7 +62,7 @@ from ._hopper_launch import (
     write_sums_width,
 )
 from ._hopper_totals import add_products, store_totals
-from ._hopper_words import WORD_REGISTERS, WORD_WARPS, begin_step, store_step, turn_step
+from ._hopper_words import VECTOR, WIDTH, WORD_REGISTERS, WORD_WARPS, begin_step, vector_of_slot
 from ._launch import (
     FLOAT,
     SUM_WIDTH,
@@ -101,16 +102,19 @@ def _move(
     x, g, f, d, dx, df, x_slots, g_slots, f_slots, d_slots, loaded, computed, first, T, begin, end, C: gl.constexpr,
     N: gl.constexpr, STEP: gl.constexpr, WORD: gl.constexpr,
 ):  # fmt: skip
-    """What `load` and `store` do where 128 divides C. A slot is loaded again once it is stored."""
-    streams, rows, stream_slots, row_slots = (x, g), (f, d), (x_slots, g_slots), (f_slots, d_slots)
+    """What `load` and `store` do where 128 divides C. x and f of a slot are loaded again once results are stored."""
     steps = steps_of(begin, end, C, STEP)
     for step in range(-SLOTS, steps):
+        later = step + SLOTS
         if step >= 0:
             mbarrier.wait(computed.index(step % SLOTS), step // SLOTS % 2)
-            store_step(dx, df, x_slots, f_slots, step, first, T, begin, C, N, STEP, WORD, SLOTS)
+        if later < steps:
+            begin_step((g,), (d,), (g_slots,), (d_slots,), loaded, later, first, T, begin, C, N, STEP, SLOTS, False)
+        if step >= 0:
+            store_late(dx, df, x_slots, f_slots, step, first, T, begin, C, N, STEP, SLOTS)
             gl.thread_barrier()
-        if step + SLOTS < steps:
-            begin_step(streams, rows, stream_slots, row_slots, loaded, step + SLOTS, first, T, begin, C, N, STEP, SLOTS)
+        if later < steps:
+            begin_step((x,), (f,), (x_slots,), (f_slots,), loaded, later, first, T, begin, C, N, STEP, SLOTS)
 
 
 @gluon.jit
@@ -247,16 +251,16 @@ def _compute(
         left = dz if len(staged_dz) == 0 else _staged_dz(staged_dz[0], group, PARTS)
         mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
         if C % 8 != 0:
-            turn_step((x_slots, g_slots), (f_slots, d_slots), step, begin, C, N, STEP, SLOTS, 4)
+            clear_ends((x_slots, g_slots), (f_slots, d_slots), step, begin, C, N, STEP, SLOTS)
         for panel in range(PANELS):
             mbarrier.wait(phi_loaded.index(panel), step // 2 % 2)
-            tile = slot * PANELS + panel
+            own = own_channels(panel, STEP, layout)
             z = _multiply(left, pieces, zero, panel, 0, N, PARTS)
             streams = ()
             for i in gl.static_range(N):
-                streams = streams + (x_slots.index(tile).slice(i * GROUP, GROUP).load(layout).to(gl.float32),)
-            f = f_slots.index(tile).load(layout).to(gl.float32)
-            d = d_slots.index(tile).load(layout).to(gl.float32)
+                streams = streams + (_load(x_slots, slot, panel, own, t, C, N, i, layout),)
+            f = _load(f_slots, slot, panel, own, t, C, 1, 0, layout)
+            d = _load(d_slots, slot, panel, own, t, C, 1, 0, layout)
             if norm_weight is not None:
                 d = d * n - (collapse(collapsed[:N], streams, N) + collapsed[N] * f)
                 following = begin + (step + panel) // 2 * STEP + (1 - panel) * PANEL + c
@@ -272,7 +276,7 @@ def _compute(
                 G = gl.convert_layout(G, layout)
                 y = write_stream(o, streams, f, posts, mixes, N)
                 G += k * y
-                G += g_slots.index(tile).slice(o * GROUP, GROUP).load(layout).to(gl.float32)
+                G += _load(g_slots, slot, panel, own, t, C, N, o, layout)
                 G += w[o] * d
                 df += posts[o] * G
                 new_totals = add_products(new_totals, totals, G, f, () if res is None else streams)
@@ -280,15 +284,25 @@ def _compute(
                     new_totals = new_totals + (totals[len(new_totals)] + fold(d, y, 8, True),)
                 dx = add_mixed(dx, G, mixes, o, N)
             totals = new_totals
-            x_slots.index(tile).store(one_below_the_other(_narrow_pair(dx[0], dx[1]), _narrow_pair(dx[2], dx[3])))
-            f_slots.index(tile).store(rounded(df, gl.bfloat16, True))
+            _panel(x_slots, slot, panel, 0, N * GROUP, N * GROUP).store(
+                one_below_the_other(_narrow_pair(dx[0], dx[1]), _narrow_pair(dx[2], dx[3]))
+            )
+            _panel(f_slots, slot, panel, 0, GROUP, GROUP).store(rounded(df, gl.bfloat16, True))
             if group == 1:
                 gl.thread_barrier()
                 mbarrier.arrive(phi_free.index(panel), count=1)
         after = begin + (step // 2 + 1) * STEP
         if (after % CHUNK == 0) | (after >= end):
             store_totals(
-                sums, totals, d_slots, slot, (after - 1) // CHUNK, first + group * GROUP, T, N, NUMBERS, SUMS_READ
+                sums,
+                totals,
+                _panel_pair(d_slots, slot),
+                (after - 1) // CHUNK,
+                first + group * GROUP,
+                T,
+                N,
+                NUMBERS,
+                SUMS_READ,
             )
             zeros = ()
             for _ in gl.static_range(NUMBERS):
@@ -301,8 +315,47 @@ def _compute(
 
 
 @gluon.jit
+def _panel(slots, slot, panel, row, ROWS: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT of a slot's ROWS, from one on."""
+    if slots.shape[2] == VECTOR:
+        return panel_of(slots, slot, panel, row, ROWS, COUNT)
+    else:
+        return slots.index(slot * PANELS + panel).slice(row, COUNT)
+
+
+@gluon.jit
+def _load(
+    slots, slot, panel, own, t, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """A stream's channels as float32."""
+    if slots.shape[2] == VECTOR:
+        return load_late(slots, slot, panel, own, t, C, N, STREAM, layout)
+    else:
+        return _panel(slots, slot, panel, STREAM * GROUP, N * GROUP, GROUP).load(layout).to(gl.float32)
+
+
+@gluon.jit
+def _panel_pair(slots, slot):
+    """Both halves of a slot's memory."""
+    if slots.shape[2] == VECTOR:
+        first = vector_of_slot(slot, GROUP)
+        return slots.index(first), slots.index(first + GROUP * WIDTH // VECTOR // 2)
+    else:
+        return slots.index(slot * PANELS), slots.index(slot * PANELS + 1)
+
+
+@gluon.jit
 def _narrow_pair(top, bottom):
     return one_below_the_other(rounded(top, gl.bfloat16, True), rounded(bottom, gl.bfloat16, True))
+
+
+@gluon.jit
+def _allocate_slots(ROWS: gl.constexpr, TILED: gl.constexpr):
+    """Tiles for the copy engine, or vectors."""
+    if TILED:
+        return gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, ROWS, PANEL], SHARED)
+    else:
+        return allocate_vectors(SLOTS, ROWS)
 
 
 @gluon.jit(do_not_specialize=["T", "span"])
@@ -339,10 +392,10 @@ def streams_bwd_hopper_kernel(
     first = gl.program_id(0) * (2 * GROUP)
     begin = gl.program_id(1) * (span // CHUNK) * CHUNK  # = program * span, and the compiler sees that it is aligned
     end = gl.minimum(begin + span, C)
-    x_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, N * GROUP, PANEL], SHARED)
-    g_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, N * GROUP, PANEL], SHARED)
-    f_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, GROUP, PANEL], SHARED)
-    d_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, GROUP, PANEL], SHARED)
+    x_slots = _allocate_slots(N * GROUP, TILED)
+    g_slots = _allocate_slots(N * GROUP, TILED)
+    f_slots = _allocate_slots(GROUP, TILED)
+    d_slots = _allocate_slots(GROUP, TILED)
     pieces = gl.allocate_shared_memory(gl.bfloat16, [PANELS * N * PARTS, PART_ROWS, PANEL], SHARED)
     loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     computed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
