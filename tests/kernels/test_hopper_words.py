@@ -13,6 +13,7 @@ from mhckit.kernels._hopper_launch import HAS_GLUON, hopper_step, hopper_word
 
 if not HAS_GLUON:
     pytest.skip("kernels for Hopper are written for one version of Triton", allow_module_level=True)
+from mhckit.kernels import _hopper_late as late_rows
 from mhckit.kernels import _hopper_words as words
 from mhckit.kernels._hopper_copies import GROUP
 
@@ -114,6 +115,36 @@ def test_rows_are_turned_as_their_threads_say(late: int) -> None:
     rows = _rows(words.ROWS_TURNED)
     got = _turn((words.TURN_ANY.value, words.TURN_ANY_OPERANDS.value), rows, [late])
     assert got == [[_shifted(half, late) for half in row] for row in rows]
+
+
+def _read_late(how: tuple[str, str], places: Sequence[int], own: bool, given: int) -> list[int]:
+    """What a thread makes of its sixteen places, as the bits of eight numbers."""
+    code, operands = how
+    assert operands.split(",") == ["=&r"] * 8 + ["r"] * (8 + 3 * 8)
+    registers = {f"${8 + k}": _word(places[2 * k : 2 * k + 2]) for k in range(8)}
+    registers |= {"$16": 0xFFFF0000 if own else 0, "$24": 0x1044 if own else 0x4444, "$32": given}
+    _run(code, [registers])
+    return [registers[f"${k}"] for k in range(8)]
+
+
+@pytest.mark.parametrize("channels", [129, 130, 131, 132, 133, 134, 135])
+@pytest.mark.parametrize("stream", range(4))
+@pytest.mark.parametrize("token", [0, 1, 6, 7])
+def test_late_channels_of_a_stream_are_read(channels: int, stream: int, token: int) -> None:
+    """In the upper half of a word, where a float32 has what a bfloat16 has."""
+    places = [0x1001 + 0x101 * k for k in range(16)]
+    late = (token * 4 + stream) * channels % 8
+    how = late_rows._reading_stream(channels, 4, stream)
+    assert _read_late(how, places, True, token % 2) == [c << 16 for c in places[late : late + 8]]
+    assert _read_late(how, places, False, token % 2) == [0] * 8
+
+
+@pytest.mark.parametrize("late", range(8))
+def test_late_channels_are_read_as_their_token_says(late: int) -> None:
+    places = [0x1001 + 0x101 * k for k in range(16)]
+    how = late_rows._reading_stream(1001, 1, 0)
+    assert _read_late(how, places, True, late) == [c << 16 for c in places[late : late + 8]]
+    assert _read_late(how, places, False, late) == [0] * 8
 
 
 @pytest.mark.parametrize("odd", [0, 1])

@@ -4,8 +4,9 @@ The copy engine moves tiles that begin at 16-byte boundaries (`_hopper_copies`).
 
     begin_step      loads rows from the last such boundary on, 16 bytes at a time, straight to shared memory. Channels
                     arrive up to seven places late
-    turn_step       is called by those who compute, before they do: a thread holds eight places of a row, the next lane
-                    the next eight, and how late the row is says how many of those come in
+    turn_step       is called by F1's warps that write, before they do: a thread holds eight places of a row, the next
+                    lane the next eight, and how late the row is says how many of those come in. J needs no such pass
+                    (`_hopper_late`)
     store_step      stores words, of two channels or of four where C allows it. Where C is odd, every other row begins
                     between words: its channels move one place, and a step's first and last are stored on their own
 
@@ -130,11 +131,11 @@ MOVED_AT_ONCE = gl.constexpr(4 * ROWS_MOVED)
 @gluon.jit
 def vector_of_slot(slot, ROWS: gl.constexpr):
     """Which vector is its first."""
-    return 1 + slot * (ROWS * WIDTH // VECTOR + 1)
+    return slot * (ROWS * WIDTH // VECTOR + 1)
 
 
 @gluon.jit
-def slot_of(slots, slot, ROWS: gl.constexpr):
+def _slot(slots, slot, ROWS: gl.constexpr):
     """One of the slots, as [ROWS, channels]: of two panels, or of vectors (`_hopper_late`)."""
     if slots.shape[2] == VECTOR:
         return slots.index(vector_of_slot(slot, ROWS))._reinterpret(gl.bfloat16, [ROWS, WIDTH], LINES)
@@ -143,17 +144,9 @@ def slot_of(slots, slot, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def origin_of(tensor, token, channel, C: gl.constexpr, N: gl.constexpr):
+def _origin(tensor, token, channel, C: gl.constexpr, N: gl.constexpr):
     """Where a group's first row has a step's first channel: at a 16-byte boundary, since groups have 32 tokens."""
     return tensor + (token.to(gl.int64) * (N * C) + channel) // 8 * 8
-
-
-@gluon.jit
-def start_of(t, stream, C: gl.constexpr, N: gl.constexpr):
-    """The 16-byte boundary before rows, behind the group's first one, and how late they are."""
-    # Eight tokens later a row is as late again: what the compiler need not work out for each of them.
-    places = (t % 8 * N + stream) * C
-    return places // 8 * 8 + t // 8 * (8 * N * C), places % 8
 
 
 @gluon.jit
@@ -164,13 +157,15 @@ def _begin(tensor, tile, token, channel, T, C: gl.constexpr, N: gl.constexpr, ST
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WORD_WARPS, 1], [1, 0])
     row = gl.arange(0, N * GROUP, gl.SliceLayout(1, layout))[:, None]
     t = row % GROUP
-    start, late = start_of(t, row // GROUP, C, N)
+    # Every so many tokens a row begins as late as theirs: what the compiler need not work out for each of them.
+    PERIOD: gl.constexpr = 8 // N
+    late = (t % PERIOD * N + row // GROUP) * C
     c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-    pointers = origin_of(tensor, token, channel, C, N) + (start + c)
+    pointers = c + _origin(tensor, token, channel, C, N) + late // 8 * 8 + t // PERIOD * (8 * C)
     if (channel + STEP < C) & (token + GROUP <= T):
         async_copy.async_copy_global_to_shared(tile, pointers)
     else:
-        here = (token + t < T) & (c // 8 * 8 < late + (C - channel))
+        here = (token + t < T) & (c // 8 * 8 < late % 8 + (C - channel))
         async_copy.async_copy_global_to_shared(tile, pointers, here)
 
 
@@ -252,8 +247,8 @@ def turn_step(
     """
     channel = begin + step // 2 * STEP
     for j in gl.static_range(len(stream_slots)):
-        tile = slot_of(stream_slots[j], step % SLOTS, N * GROUP)
-        row_tile = slot_of(row_slots[j], step % SLOTS, GROUP)
+        tile = _slot(stream_slots[j], step % SLOTS, N * GROUP)
+        row_tile = _slot(row_slots[j], step % SLOTS, GROUP)
         for i in gl.static_range(0, N - TOGETHER, TOGETHER):
             _turn_together(tile, (), channel, i, TOGETHER, C, N, STEP)
         _turn_together(tile, (row_tile,), channel, N - TOGETHER, TOGETHER, C, N, STEP)
@@ -271,7 +266,7 @@ def _store(
     c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
     word = c // WORD * WORD
     start, odd = _starts(t, C, N, STREAM)
-    origin = origin_of(tensor, token, channel, C, N)
+    origin = _origin(tensor, token, channel, C, N)
     rows = tile.load(layout)
     words = _moved(rows, odd, c) if MAY_BE_ODD else rows
     pointers = c + origin + (start + odd) // WORD * WORD
@@ -331,10 +326,10 @@ def begin_step(
     """As a step of `load_tiles`: those who wait for it hear of it when the LAST tensors of it have arrived."""
     token, channel = place_of(step, first, begin, STEP)
     for j in gl.static_range(len(streams)):
-        tile = slot_of(stream_slots[j], step % SLOTS, N * GROUP)
+        tile = _slot(stream_slots[j], step % SLOTS, N * GROUP)
         _begin(streams[j], tile, token, channel, T, C, N, STEP)
     for j in gl.static_range(len(rows)):
-        tile = slot_of(row_slots[j], step % SLOTS, GROUP)
+        tile = _slot(row_slots[j], step % SLOTS, GROUP)
         _begin(rows[j], tile, token, channel, T, C, 1, STEP)
     if LAST:
         async_copy.mbarrier_arrive(loaded.index(step % SLOTS), increment_count=False)
@@ -347,8 +342,8 @@ def store_step(
 ):  # fmt: skip
     """As a step of `store_tiles`."""
     token, channel = place_of(step, first, begin, STEP)
-    tile = slot_of(stream_slots, step % SLOTS, N * GROUP)
+    tile = _slot(stream_slots, step % SLOTS, N * GROUP)
     for i in gl.static_range(N):
         _store(streams, tile.slice(i * GROUP, GROUP), token, channel, T, C, N, STEP, WORD, i)
     if row is not None:
-        _store(row, slot_of(row_slots, step % SLOTS, GROUP), token, channel, T, C, 1, STEP, WORD, 0)
+        _store(row, _slot(row_slots, step % SLOTS, GROUP), token, channel, T, C, 1, STEP, WORD, 0)

@@ -8,7 +8,7 @@ As in `_write_project_hopper` every kind of work has warps of its own, and rows 
     store       the copy engine takes both out of the slot
 
 Where rows begin anywhere, because C is no multiple of 8, four warps move them instead of `load` and `store`, steps have
-120 channels, and `compute` begins with putting them in their places (`_hopper_words`).
+120 channels (`_hopper_words`), and `compute` takes them as late as they arrive (`_hopper_late`).
 
 A program has 64 tokens, in two groups of 32 that share phi and take turns: step 2k is the first group's, step 2k + 1
 the second's, both with the same channels. A thread holds eight neighbouring channels of one token, the token's
@@ -53,7 +53,7 @@ from ._device import (
 )
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
 from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, SHARED, STREAM_TILE, load_tiles, steps_of, store_tiles
-from ._hopper_late import allocate_vectors, clear_ends, load_late, own_channels, panel_of, store_late
+from ._hopper_late import allocate_vectors, clear_ends, load_late, own_channels, panel_of
 from ._hopper_launch import (
     HOPPER_TOKENS,
     hopper_step,
@@ -62,7 +62,7 @@ from ._hopper_launch import (
     write_sums_width,
 )
 from ._hopper_totals import add_products, store_totals
-from ._hopper_words import VECTOR, WIDTH, WORD_REGISTERS, WORD_WARPS, begin_step, vector_of_slot
+from ._hopper_words import VECTOR, WIDTH, WORD_WARPS, begin_step, store_step, vector_of_slot
 from ._launch import (
     FLOAT,
     SUM_WIDTH,
@@ -78,6 +78,8 @@ PHI_TILE = (16, STREAM_TILE[1])
 MAX_PART_ROWS = 4 * PHI_TILE[0]
 PART_ROWS = gl.constexpr(PHI_TILE[0])
 SLOTS = gl.constexpr(2)
+# For each thread of the warps that move rows which begin anywhere: with fewer they spill more.
+MOVE_REGISTERS = gl.constexpr(120)
 
 
 @gluon.jit
@@ -102,7 +104,9 @@ def _move(
     x, g, f, d, dx, df, x_slots, g_slots, f_slots, d_slots, loaded, computed, first, T, begin, end, C: gl.constexpr,
     N: gl.constexpr, STEP: gl.constexpr, WORD: gl.constexpr,
 ):  # fmt: skip
-    """What `load` and `store` do where 128 divides C. x and f of a slot are loaded again once results are stored."""
+    """What `load` and `store` do where 128 divides C. g and d of a slot are loaded again once they are read, x and f
+    once the results that took their place are stored.
+    """
     steps = steps_of(begin, end, C, STEP)
     for step in range(-SLOTS, steps):
         later = step + SLOTS
@@ -111,7 +115,7 @@ def _move(
         if later < steps:
             begin_step((g,), (d,), (g_slots,), (d_slots,), loaded, later, first, T, begin, C, N, STEP, SLOTS, False)
         if step >= 0:
-            store_late(dx, df, x_slots, f_slots, step, first, T, begin, C, N, STEP, SLOTS)
+            store_step(dx, df, x_slots, f_slots, step, first, T, begin, C, N, STEP, WORD, SLOTS)
             gl.thread_barrier()
         if later < steps:
             begin_step((x,), (f,), (x_slots,), (f_slots,), loaded, later, first, T, begin, C, N, STEP, SLOTS)
@@ -444,7 +448,7 @@ def streams_bwd_hopper_kernel(
                 (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS, STEP)),
             ],
             [WORD_WARPS, 1],
-            [WORD_REGISTERS, COPY_REGISTERS],
+            [MOVE_REGISTERS, COPY_REGISTERS],
         )  # fmt: skip
 
 
