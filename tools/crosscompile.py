@@ -23,6 +23,7 @@ import tempfile
 import time
 import unittest.mock
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +36,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 import mhckit
@@ -114,26 +115,34 @@ def record(run: Any) -> list[Launch]:
 
     def remember(kernel: JITFunction, grid: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> None:
         for form in _launcher.forms(kernel, args, constants):
-            bound = dict(zip(form.kernel.arg_names, args, strict=False)) | form.constants
-            launches[_launch(form.kernel, bound, _tiles_of(form, args))] = None
+            launches[launch_of(form.kernel, args, form.constants)] = None
 
-    saved = _launcher.observer, _runtime.check
-    _launcher.observer, _runtime.check = remember, lambda device: None
-    try:
-        with mhckit.backend("triton"):
-            run()
-    finally:
-        _launcher.observer, _runtime.check = saved
+    with launches_go_to(remember):
+        run()
     return list(launches)
 
 
-def _tiles_of(form: _launcher.Form, args: tuple[Any, ...]) -> dict[str, Tiles]:
-    tiles_of = tiled_arguments.get(form.kernel.__name__)
-    tiles = {} if tiles_of is None else tiles_of(args, form.constants)
-    return {form.kernel.arg_names[position]: each for position, each in tiles.items()}
+@contextlib.contextmanager
+def launches_go_to(observer: Callable[..., None]) -> Iterator[None]:
+    """Operators on CPU tensors hand their launches to an observer instead of a GPU."""
+    saved = _launcher.observer, _runtime.check
+    _launcher.observer, _runtime.check = observer, lambda device: None
+    try:
+        with mhckit.backend("triton"):
+            yield
+    finally:
+        _launcher.observer, _runtime.check = saved
 
 
-def _launch(kernel: JITFunction, bound: dict[str, Any], tiles: dict[str, Tiles]) -> Launch:
+def tiles_of(kernel: JITFunction, args: tuple[Any, ...], constants: dict[str, Any]) -> dict[str, Tiles]:
+    """The arguments that the copy engine moves, by name."""
+    positions = tiled_arguments.get(kernel.__name__, lambda args, constants: {})(args, constants)
+    return {kernel.arg_names[position]: each for position, each in positions.items()}
+
+
+def launch_of(kernel: JITFunction, args: tuple[Any, ...], given: dict[str, Any]) -> Launch:
+    """Of a kernel with its arguments and the constants behind them."""
+    bound, tiles = dict(zip(kernel.arg_names, args, strict=False)) | given, tiles_of(kernel, args, given)
     signature, constants, aligned = [], [], []
     for parameter in kernel.params:
         name, value = parameter.name, bound[parameter.name]
@@ -154,7 +163,7 @@ def _launch(kernel: JITFunction, bound: dict[str, Any], tiles: dict[str, Tiles])
     return Launch(kernel.__module__, kernel.__name__, tuple(signature), tuple(constants), tuple(aligned), options)
 
 
-def compile_launch(launch: Launch, target: str) -> Compiled:
+def build(launch: Launch, target: str) -> CompiledKernel:
     constants = dict(launch.constants)
     if target.startswith("gfx"):
         constants |= {name: value for name, value in {"PRECISION": "ieee", "PTX": False}.items() if name in constants}
@@ -162,6 +171,8 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     if target in ("sm_80", "gfx942") and "EARLY" in constants:  # as `starts_early` has it
         constants["EARLY"] = False
         options.pop("launch_pdl", None)
+    if target != "sm_90" and "ASYNCHRONOUS" in constants:  # as `dots_are_asynchronous` has it
+        constants["ASYNCHRONOUS"] = False
     if target not in ("sm_80", "sm_90") and constants.get("PACKED") and "IN_THREAD" in constants:
         constants["IN_THREAD"] = False  # as `dots_stay_in_threads` has it
     kernel = launch.kernel
@@ -172,8 +183,12 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned},
     )
+    return triton.compile(source, target=TARGETS[target], options=options)
+
+
+def compile_launch(launch: Launch, target: str) -> Compiled:
     start = time.perf_counter()
-    binary = triton.compile(source, target=TARGETS[target], options=options)
+    binary = build(launch, target)
     seconds = time.perf_counter() - start
     registers = stack = None
     assembly: list[str] = []

@@ -245,6 +245,21 @@ def rounded(wide, dtype: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def end_dots(ASYNCHRONOUS: tl.constexpr):
+    """No dot is under way any more, where they run beside the warps that ask for them.
+
+    Wanted at the end of a loop's step whose dots read tiles that others read as well. Left to itself Triton 3.6 has
+    copies of a later step overwrite such tiles while dots may still read them: only for tiles that nobody else reads
+    does it keep one more in shared memory. It may also move sums that are under way, and then the assembler waits
+    behind every single product.
+    """
+    if ASYNCHRONOUS:
+        tl.inline_asm_elementwise(
+            "wgmma.wait_group.sync.aligned 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def part_column(p, PART: tl.constexpr):
     """Where part PART (0 high, 1 low) of row p of a projection lies: eight high parts, then their eight low parts.
 

@@ -130,6 +130,11 @@ def starts_early(device: torch.device) -> bool:
     return has_ptx(device) and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0))
 
 
+def dots_are_asynchronous(device: torch.device) -> bool:
+    """Whether tensor cores work beside the warps that ask for them, which wait for groups of dots: on Hopper."""
+    return has_ptx(device) and (device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9)
+
+
 def row_blocks(rows: int) -> int:
     return cdiv(rows, ROWS)
 

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from mhckit.ops._register import empty
 
-from ._device import channels_exist, load_float, part_column, rounded_product, store_as, sum_parts
+from ._device import channels_exist, end_dots, load_float, part_column, rounded_product, store_as, sum_parts
 from ._gradients import WriteGradients
 from ._launch import (
     FLOAT,
     PRECISION,
     ROWS,
     cdiv,
+    dots_are_asynchronous,
     equally_late,
     loads_are_wide,
     parameters_bwd_launch,
@@ -66,6 +67,7 @@ def chunk_sums_kernel(
     PRECISION: tl.constexpr,
     EVERY: tl.constexpr,
     ALIGNS: tl.constexpr,
+    ASYNCHRONOUS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
@@ -116,6 +118,7 @@ def chunk_sums_kernel(
                 collapsed += weight * tiles[i].to(tl.float32)
             e = load_float(dx_in, t[:, None] * C + c[None, :], live[:, None] & here[None, :])
             norm_sum += e * collapsed
+            end_dots(ASYNCHRONOUS)
     for i in tl.static_range(STREAMS):
         for block in tl.static_range(ROW_BLOCKS):
             rows = block * ROWS + tl.arange(0, ROWS)
@@ -357,7 +360,7 @@ def chunk_sums(
         chunk_sums_kernel, (cdiv(C + 7 * aligns, launch.block_c), N // streams, chunks),
         y, dz_parts, *(norm or (None, None)), slots if dphi is None else dphi, norm_slots, T, chunk_tokens, C, rows,
         N=N, STREAMS=streams, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION,
-        EVERY=every, ALIGNS=aligns, **launch.meta(),
+        EVERY=every, ALIGNS=aligns, ASYNCHRONOUS=dots_are_asynchronous(y.device), **launch.meta(),
     )  # fmt: skip
     return PhiSums(slots, norm_slots, dphi)
 

@@ -27,6 +27,7 @@ from mhckit.ops._register import empty
 from ._device import (
     bfloat16_parts,
     channels_exist,
+    end_dots,
     fold,
     load_float,
     load_per_token,
@@ -57,6 +58,7 @@ from ._launch import (
     SUM_WIDTH,
     Launch,
     cdiv,
+    dots_are_asynchronous,
     has_ptx,
     leaves_idle,
     loads_are_wide,
@@ -105,6 +107,7 @@ def write_project_kernel(
     PRECISION: tl.constexpr,
     PTX: tl.constexpr,
     EARLY: tl.constexpr,
+    ASYNCHRONOUS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
@@ -176,6 +179,8 @@ def write_project_kernel(
                     if (done % (CHAIN * SUM_WIDTH) == 0) | (start + BLOCK_C >= end):
                         pairs = _push(pairs, chain, (done - BLOCK_C) // (CHAIN * SUM_WIDTH))
                         chain = _zeros(ROW_BLOCKS, ROWS, BLOCK_T) + (tl.zeros((BLOCK_T,), tl.float32),)
+            if f is None:
+                end_dots(ASYNCHRONOUS)
     if phi is not None:
         if SUM_WIDTH is None:
             totals = _add_sums(chain, z, square, IN_PARTS)
@@ -302,7 +307,7 @@ def write(
         write_project_kernel, grid,
         x, f, f_bias, post, res, None, None, collapse.weights, y, collapse.x_in, None, None, T, launch.block_c, C, 0,
         N=N, SUM_WIDTH=SUM_WIDTH, ROWS=ROWS, ROW_BLOCKS=0, IN_THREAD=False, PRECISION=PRECISION,
-        PTX=False, EARLY=False, **launch.meta(),
+        PTX=False, EARLY=False, ASYNCHRONOUS=False, **launch.meta(),
     )  # fmt: skip
     return y
 
@@ -385,7 +390,7 @@ def _form(args: tuple[Any, ...]) -> Form:
     constants = dict(
         N=x.shape[-2], SUM_WIDTH=_sum_width(x, f), ROWS=ROWS, ROW_BLOCKS=row_blocks(phi.shape[0]),
         IN_THREAD=threads_hold_neighbours(x, launch), PRECISION=PRECISION, PTX=has_ptx(x.device),
-        EARLY=starts_early(x.device), **launch.meta(),
+        EARLY=starts_early(x.device), ASYNCHRONOUS=dots_are_asynchronous(x.device), **launch.meta(),
     )  # fmt: skip
     return Form(write_project_kernel, constants)
 
