@@ -11,7 +11,7 @@ RESULTS ?= benchmarks/results
 COMMIT ?= $(shell git rev-parse --short HEAD)
 ARGS ?=
 
-.PHONY: demo test test-gpu bench readme docs crosscompile sass lint format clean
+.PHONY: demo test test-gpu emulate bench readme docs crosscompile sass lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -22,7 +22,11 @@ test: $(VENV)/installed
 # pytest-benchmark, where it is installed, warns beside xdist, and warnings are errors.
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest -p no:benchmark -n $(GPU_WORKERS) --dist worksteal -q tests/kernels tests/gpu \
-		--ignore tests/kernels/test_crosscompile.py --summary $(RESULTS)/test_gpu.jsonl --commit $(COMMIT)
+		--ignore tests/kernels/test_crosscompile.py --ignore tests/kernels/test_emulated.py --summary $(RESULTS)/test_gpu.jsonl --commit $(COMMIT)
+
+# Compiled kernels on an emulated GPU: make emulate ARGS="accuracy junction mhc_lite --channels 257 --without f_bias"
+emulate: $(VENV)/installed
+	$(BIN)/python tests/kernels/emulated.py $(ARGS)
 
 # While working on a kernel, without writing results: PYTHONPATH=src python3 -m mhckit bench --quick
 bench:

@@ -1,6 +1,6 @@
 """What surrounds the kernels for Hopper: which launches have such a form, and how their tensors are described and
-packed. They themselves run on a GPU only (tests/gpu/test_hopper_form.py and test_streams_bwd_on_hopper.py), and are
-compiled in test_crosscompile.py.
+packed. They themselves run on a GPU (tests/gpu/test_hopper_form.py and test_streams_bwd_on_hopper.py) or an emulated
+one (test_emulated.py).
 """
 
 from __future__ import annotations
