@@ -58,6 +58,7 @@ BREAKS: dict[str, tuple[Any, str, Any, str, int]] = {
     "fences of F1": (_hopper_fwd, "fence_async_shared", nothing, "junction", 257),
     "fences of J": (_hopper_bwd, "fence_async_shared", nothing, "junction", 256),
     "rows of dz in J": (_hopper_bwd, "_token_of_row", rows_in_order, "junction", 256),
+    "ends of rows in F1": (_hopper_fwd, "clear_ends", nothing_cleared, "junction", 257),
     "ends of rows in J": (_hopper_bwd, "clear_ends", nothing_cleared, "junction", 257),
     "ends of dots in F1": (_write_project, "end_dots", no_end, "coefficients", 256),
     "ends of dots in P": (_parameters_bwd, "end_dots", no_end, "junction", 256),

@@ -104,6 +104,7 @@ def test_a_token_alone_and_in_a_batch(channels: int) -> None:
     ("fences of F1", "error nan"),  # the tensor cores read what may not have been stored
     ("fences of J", "without a fence"),
     ("rows of dz in J", "allowed; relative error"),
+    ("ends of rows in F1", "error nan"),
     ("ends of rows in J", "error nan"),
     ("ends of dots in F1", "a sum of tensor cores was overwritten"),
     ("ends of dots in P", "error nan"),

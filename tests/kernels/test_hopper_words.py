@@ -1,5 +1,6 @@
-"""How channels get to their places where rows begin anywhere: the instructions that `_hopper_words` writes out, run
-here lane by lane. The kernels they are part of run on a GPU only (tests/gpu).
+"""How channels are found, and moved, where rows begin anywhere: the instructions that `_hopper_late` and
+`_hopper_words` write out, run here lane by lane. The kernels that they are part of run on an emulated GPU in
+test_emulated.py.
 """
 
 from __future__ import annotations
@@ -7,7 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
+from emulator.decode import Decoded
+from emulator.program import LANES
+from emulator.ptx import parse
 
 from mhckit.kernels._hopper_launch import HAS_GLUON, hopper_step, hopper_word
 
@@ -17,45 +22,23 @@ from mhckit.kernels import _hopper_late as late_rows
 from mhckit.kernels import _hopper_words as words
 from mhckit.kernels._hopper_copies import GROUP
 
-LANES = 32
 Registers = dict[str, int]
 
 
-def _run(code: str, warp: Sequence[Registers]) -> None:
-    """The instructions on the registers of a warp's lanes, by name; operands are registers too."""
-    for line in code.strip("{}").splitlines():
-        operation, _, rest = line.strip().rstrip(";").partition(" ")
-        if operation == ".reg":
-            continue
-        name = operation.split(".")[0]
-        target, *operands = [operand.strip() for operand in rest.split(",")]
-        values = [[_value(lane, operand) for operand in operands] for lane in warp]
-        for number, (lane, of) in enumerate(zip(warp, values, strict=True)):
-            if name == "shfl":
-                assert of[3] == 0xFFFFFFFF and of[2] & 31 == 31
-                segment = of[2] >> 8  # bits of the lane's number that stay as they are
-                lane[target] = values[(number & segment) | (of[1] & ~segment & 31)][0]
-            elif name == "selp":
-                lane[target] = of[0] if of[2] else of[1]
-            elif name == "prmt":
-                together = (of[1] << 32 | of[0]).to_bytes(8, "little")
-                chosen = bytes(together[of[2] >> 4 * k & 7] for k in range(4))
-                lane[target] = int.from_bytes(chosen, "little")
-            else:
-                lane[target] = _ALONE[operation](*of)
-
-
-_ALONE = {
-    "setp.eq.u32": lambda a, b: int(a == b),
-    "setp.ne.u32": lambda a, b: int(a != b),
-    "add.u32": lambda a, b: a + b,
-    "and.b32": lambda a, b: a & b,
-    "mad.lo.u32": lambda a, b, c: a * b + c,
-}
-
-
-def _value(lane: Registers, operand: str) -> int:
-    return int(operand, 0) if re.fullmatch(r"0x[0-9a-f]+|\d+", operand) else lane[operand]
+def _run(code: str, lanes: Sequence[Registers]) -> None:
+    """The instructions on the registers of lanes, by name: what an emulated warp makes of them."""
+    body, used = code.replace("$", "%r"), set(re.findall(r"\$\d+", code))
+    decoded = Decoded(parse(f".visible .entry test(\n)\n.reqntid {LANES}\n{{\n{body}\n\tret;\n}}\n"))
+    warp = decoded.warp(None, 0, (0, 0, 0), (1, 1, 1), [])
+    for name in used & lanes[0].keys():
+        values = [lanes[k % len(lanes)][name] for k in range(LANES)]
+        warp.registers[decoded.slot(name.replace("$", "%r"))] = np.array(values, np.uint32)
+    while not warp.done:
+        warp.at += 1
+        decoded.code[warp.at - 1](warp)
+    for operand in used:
+        for lane, value in zip(lanes, warp.registers[decoded.slot(operand.replace("$", "%r"))], strict=False):
+            lane[operand] = int(value)
 
 
 def _word(channels: Sequence[int]) -> int:
@@ -66,63 +49,12 @@ def _channels(word: int) -> list[int]:
     return [word & 0xFFFF, word >> 16]
 
 
-def _turn(how: tuple[str, str], rows: Sequence[Sequence[Sequence[int]]], given: Sequence[int]) -> list[list[list[int]]]:
-    """rows[r][half of the warp]: 128 numbers each. What becomes of them, in the same shape."""
-    code, operands = how
-    count = 4 * len(rows)
-    assert operands.split(",") == ["=&r"] * count + ["r"] * (count + 2 * count * (len(given) + 1))
-    warp: list[Registers] = []
-    for number in range(LANES):
-        half, lane = divmod(number, 16)
-        registers = {}
-        for r, row in enumerate(rows):
-            for k in range(4):
-                at = 8 * lane + 2 * k
-                registers[f"${count + 4 * r + k}"] = _word(row[half][at : at + 2])
-        for place, value in enumerate([*given, lane]):
-            registers[f"${2 * count + 2 * count * place}"] = value
-        warp.append(registers)
-    _run(code, warp)
-    return [
-        [
-            [c for lane in range(16) for k in range(4) for c in _channels(warp[16 * half + lane][f"${4 * r + k}"])]
-            for half in range(2)
-        ]
-        for r in range(len(rows))
-    ]
-
-
-def _rows(count: int) -> list[list[list[int]]]:
-    return [[[1 + 1000 * r + 500 * half + place for place in range(128)] for half in range(2)] for r in range(count)]
-
-
-def _shifted(row: Sequence[int], late: int) -> list[int]:
-    return [*row[late : late + 120], *[0] * 8]
-
-
-@pytest.mark.parametrize("channels", [129, 130, 131, 132, 133, 134, 135])
-@pytest.mark.parametrize("stream", range(4))
-def test_rows_of_a_stream_are_turned(channels: int, stream: int) -> None:
-    """Those of an even token and of the odd one behind it, by what is known when the kernel is compiled."""
-    rows = _rows(2)
-    shifts = [(parity * 4 + stream) * channels % 8 for parity in range(2)]
-    got = _turn(words._turn_stream(channels, 4, stream), rows, [])
-    assert got == [[_shifted(half, late) for half in row] for row, late in zip(rows, shifts, strict=True)]
-
-
-@pytest.mark.parametrize("late", range(8))
-def test_rows_are_turned_as_their_threads_say(late: int) -> None:
-    rows = _rows(words.ROWS_TURNED)
-    got = _turn((words.TURN_ANY.value, words.TURN_ANY_OPERANDS.value), rows, [late])
-    assert got == [[_shifted(half, late) for half in row] for row in rows]
-
-
 def _read_late(how: tuple[str, str], places: Sequence[int], own: bool, given: int) -> list[int]:
     """What a thread makes of its sixteen places, as the bits of eight numbers."""
     code, operands = how
     assert operands.split(",") == ["=&r"] * 8 + ["r"] * (8 + 3 * 8)
     registers = {f"${8 + k}": _word(places[2 * k : 2 * k + 2]) for k in range(8)}
-    registers |= {"$16": 0xFFFF0000 if own else 0, "$24": 0x1044 if own else 0x4444, "$32": given}
+    registers |= {"$16": given, "$24": 0xFFFF0000 if own else 0, "$32": 0x1044 if own else 0x4444}
     _run(code, [registers])
     return [registers[f"${k}"] for k in range(8)]
 
@@ -134,7 +66,7 @@ def test_late_channels_of_a_stream_are_read(channels: int, stream: int, token: i
     """In the upper half of a word, where a float32 has what a bfloat16 has."""
     places = [0x1001 + 0x101 * k for k in range(16)]
     late = (token * 4 + stream) * channels % 8
-    how = late_rows._reading_stream(channels, 4, stream)
+    how = late_rows._reading_stream(channels, 4, stream, False)
     assert _read_late(how, places, True, token % 2) == [c << 16 for c in places[late : late + 8]]
     assert _read_late(how, places, False, token % 2) == [0] * 8
 
@@ -142,9 +74,56 @@ def test_late_channels_of_a_stream_are_read(channels: int, stream: int, token: i
 @pytest.mark.parametrize("late", range(8))
 def test_late_channels_are_read_as_their_token_says(late: int) -> None:
     places = [0x1001 + 0x101 * k for k in range(16)]
-    how = late_rows._reading_stream(1001, 1, 0)
+    how = late_rows._reading_stream(1001, 1, 0, False)
     assert _read_late(how, places, True, late) == [c << 16 for c in places[late : late + 8]]
     assert _read_late(how, places, False, late) == [0] * 8
+
+
+FIRST = 0x2000
+
+
+def _late_row(number: int, late: int) -> list[int]:
+    """128 places; channels differ from row to row, but for the first one."""
+    return [*[7] * late, FIRST, *(0x2001 + 0x1000 * number + k for k in range(127 - late))]
+
+
+def _read_from_next(how: tuple[str, str], rows: Sequence[Sequence[int]], panel: int, given: Sequence[int]) -> None:
+    """Eight lanes have the vectors of each of four rows on a panel, and beside them those on the other. They read the
+    row's channels, whatever comes before the first; the last lane of the second panel has none of its own.
+    """
+    code, operands = how
+    assert operands.split(",") == ["=&r"] * 8 + ["r"] * (8 + 2 * 8)
+    warp: list[Registers] = []
+    for lane in range(LANES):
+        row, vector = rows[lane // 8], lane % 8
+        registers = {"$16": given[lane // 8], "$24": vector}
+        for which, shown in enumerate((panel, 1 - panel)):
+            for k in range(4):
+                at = 64 * shown + 8 * vector + 2 * k
+                registers[f"${8 + 4 * which + k}"] = _word(row[at : at + 2])
+        warp.append(registers)
+    _run(code, warp)
+    for r, row in enumerate(rows):
+        got = [lane[f"${k}"] for lane in warp[8 * r : 8 * r + 8] for k in range(8)]
+        wanted = row[row.index(FIRST) + 64 * panel :][: 64 - 8 * panel]
+        assert got[: len(wanted)] == [c << 16 for c in wanted]
+
+
+@pytest.mark.parametrize("channels", [129, 130, 131, 132, 133, 134, 135])
+@pytest.mark.parametrize("stream", range(4))
+@pytest.mark.parametrize("panel", [0, 1])
+def test_lanes_read_from_the_next_one(channels: int, stream: int, panel: int) -> None:
+    """Four neighbouring tokens of a stream."""
+    rows = [_late_row(token, (token * 4 + stream) * channels % 8) for token in range(4)]
+    how = late_rows._reading_stream(channels, 4, stream, True)
+    _read_from_next(how, rows, panel, [token % 2 for token in range(4)])
+
+
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("panel", [0, 1])
+def test_lanes_read_from_the_next_one_as_their_token_says(first: int, panel: int) -> None:
+    rows = [_late_row(number, first + number) for number in range(4)]
+    _read_from_next(late_rows._reading_stream(1001, 1, 0, True), rows, panel, range(first, first + 4))
 
 
 @pytest.mark.parametrize("odd", [0, 1])

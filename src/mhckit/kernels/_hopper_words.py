@@ -3,15 +3,12 @@
 The copy engine moves tiles that begin at 16-byte boundaries (`_hopper_copies`). Here four warps copy rows themselves:
 
     begin_step      loads rows from the last such boundary on, 16 bytes at a time, straight to shared memory. Channels
-                    arrive up to seven places late
-    turn_step       is called by F1's warps that write, before they do: a thread holds eight places of a row, the next
-                    lane the next eight, and how late the row is says how many of those come in. J needs no such pass
-                    (`_hopper_late`)
+                    arrive up to seven places late, and are worked on as they are (`_hopper_late`)
     store_step      stores words, of two channels or of four where C allows it. Where C is odd, every other row begins
                     between words: its channels move one place, and a step's first and last are stored on their own
 
-A step has 120 channels, which fit into the 128 places of a slot with the seven before them. The other places, and those
-beyond C, become 0. Steps, groups and slots are those of `_hopper_copies`.
+A step has 120 channels, which fit into the 128 places of a slot with the seven before them. Steps, groups and slots
+are those of `_hopper_copies`.
 """
 
 from triton.experimental import gluon
@@ -23,84 +20,21 @@ from ._hopper_copies import GROUP, PANEL, PANELS, SHARED, place_of
 # Warps that copy, and registers for each of their threads.
 WORD_WARPS = gl.constexpr(4)
 WORD_REGISTERS = gl.constexpr(104)
-# Warps that compute, and turn what was loaded.
-TURNING_WARPS = gl.constexpr(8)
+# Warps that compute with what was loaded.
+COMPUTING_WARPS = gl.constexpr(8)
 # Places of a row in a slot.
 WIDTH = gl.constexpr(PANELS.value * PANEL.value)
 # How rows lie in shared memory where they are worked on as late as they arrive: one below the other, in vectors of
 # eight places, of which the next one begins 16 bytes later wherever it lies.
 LINES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
 VECTOR = gl.constexpr(8)
-# Rows that a piece of instructions is written for: all that a thread has when it turns a group of 32, and half of those
-# that it has when it stores one.
-ROWS_TURNED = 2
+# Rows that a piece of instructions is written for: half of those that a thread has when it stores a group of 32.
 ROWS_MOVED = 4
 
 
-@gluon.constexpr_function
-def _instructions(words, given, lines):
-    """With their operands: the words that come out, as many that go in, and for each channel of these what else is
-    given, 32 bits each, of which a thread's first are taken.
-    """
-    return "{" + "\n".join(lines) + "}", ",".join(["=&r"] * words + ["r"] * words * (1 + 2 * given))
-
-
-@gluon.constexpr_function
-def _turning(shifts):
-    """A thread's eight places of each row become those that begin with such a one of them, the seventh at most; the
-    others come from the next lane, of sixteen in the row. Given: the lane. The last lane's become 0.
-    """
-    count = 4 * len(shifts)
-    lane = f"${2 * count}"
-    lines = [
-        ".reg .pred last;",
-        f".reg .b32 next, {', '.join(f'w{k}' for k in range(9))};",
-        f"setp.eq.u32 last, {lane}, 15;",
-        f"add.u32 next, {lane}, 1;",
-    ]
-    for row, shift in enumerate(shifts):
-        own = [f"${count + 4 * row + k}" for k in range(4)]
-        places, odd = divmod(shift, 2)
-        for k in range(places + odd):
-            lines.append(f"shfl.sync.idx.b32 w{k}, {own[k]}, next, {(32 - 16) << 8 | 31}, 0xffffffff;")
-        words = (own + [f"w{k}" for k in range(4)])[places:]
-        for k in range(4):
-            if odd:
-                lines.append(f"prmt.b32 w8, {words[k]}, {words[k + 1]}, 0x5432;")
-            lines.append(f"selp.b32 ${4 * row + k}, 0, {'w8' if odd else words[k]}, last;")
-    return _instructions(count, 1, lines)
-
-
-def _turning_any() -> tuple[str, str]:
-    """The same for rows that are all equally late. Given: how late, and the lane."""
-    count = 4 * ROWS_TURNED
-    late, lane = f"${2 * count}", f"${4 * count}"
-    lines = [
-        ".reg .pred four, two, last;",
-        f".reg .b32 t, one, next, {', '.join(f'w{k}' for k in range(8))};",
-        f"and.b32 t, {late}, 4;",
-        "setp.ne.u32 four, t, 0;",
-        f"and.b32 t, {late}, 2;",
-        "setp.ne.u32 two, t, 0;",
-        f"and.b32 one, {late}, 1;",
-        "mad.lo.u32 one, one, 0x2222, 0x3210;",
-        f"setp.eq.u32 last, {lane}, 15;",
-        f"add.u32 next, {lane}, 1;",
-    ]
-    for begin in range(count, 2 * count, 4):
-        for k in range(4):
-            lines.append(f"shfl.sync.idx.b32 w{4 + k}, ${begin + k}, next, {(32 - 16) << 8 | 31}, 0xffffffff;")
-        own = [f"${begin + k}" for k in range(4)] + [f"w{k}" for k in range(4, 8)]
-        lines += [f"selp.b32 w{k}, {own[k + 2]}, {own[k]}, four;" for k in range(6)]
-        lines += [f"selp.b32 w{k}, w{k + 1}, w{k}, two;" for k in range(5)]
-        lines += [f"prmt.b32 w{k}, w{k}, w{k + 1}, one;" for k in range(4)]
-        lines += [f"selp.b32 ${begin - count + k}, 0, w{k}, last;" for k in range(4)]
-    return _instructions(count, 2, lines)
-
-
 def _moving() -> tuple[str, str]:
-    """Rows, of which a thread has a word on either panel, one channel down if they are odd. Given: whether they are,
-    and the lane, of 32.
+    """Rows, of which a thread has a word on either panel, one channel down if they are odd. Given, for each channel, of
+    which a thread's first is taken: whether they are, and the lane, of 32.
     """
     count = 2 * ROWS_MOVED
     odd, lane = f"${2 * count}", f"${4 * count}"
@@ -119,11 +53,9 @@ def _moving() -> tuple[str, str]:
             f"prmt.b32 ${low - count}, ${low}, a, one;",
             f"prmt.b32 ${low - count + 1}, ${low + 1}, b, one;",
         ]
-    return _instructions(count, 2, lines)
+    return "{" + "\n".join(lines) + "}", ",".join(["=&r"] * count + ["r"] * 5 * count)
 
 
-TURN_ANY, TURN_ANY_OPERANDS = (gl.constexpr(text) for text in _turning_any())
-TURNED_AT_ONCE = gl.constexpr(8 * ROWS_TURNED)
 MOVE, MOVE_OPERANDS = (gl.constexpr(text) for text in _moving())
 MOVED_AT_ONCE = gl.constexpr(4 * ROWS_MOVED)
 
@@ -167,92 +99,6 @@ def _begin(tensor, tile, token, channel, T, C: gl.constexpr, N: gl.constexpr, ST
     else:
         here = (token + t < T) & (c // 8 * 8 < late % 8 + (C - channel))
         async_copy.async_copy_global_to_shared(tile, pointers, here)
-
-
-@gluon.constexpr_function
-def _turn_stream(channels, streams, stream):
-    """Of even tokens and of odd ones, which with four streams is all that matters."""
-    return _turning(tuple((parity * streams + stream) * channels % 8 for parity in range(ROWS_TURNED)))
-
-
-@gluon.jit
-def _turned(rows, c, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr):
-    """Rows of a stream with their channels in place. A thread has an even token and an odd one."""
-    how: gl.constexpr = _turn_stream(C, N, STREAM)
-    lane = (c // 8).broadcast_to(rows.shape)
-    return gl.inline_asm_elementwise(
-        how[0], how[1], [rows, lane], dtype=gl.bfloat16, is_pure=False, pack=TURNED_AT_ONCE
-    )
-
-
-@gluon.jit
-def _turned_rows(rows, t, c, C: gl.constexpr):
-    """The same where a token has one row. A thread's rows, sixteen tokens apart, are equally late."""
-    late, lane = (t * C % 8).broadcast_to(rows.shape), (c // 8).broadcast_to(rows.shape)
-    return gl.inline_asm_elementwise(
-        TURN_ANY, TURN_ANY_OPERANDS, [rows, late, lane], dtype=gl.bfloat16, is_pure=False, pack=TURNED_AT_ONCE
-    )
-
-
-@gluon.jit
-def _ended(rows, c, channel, C: gl.constexpr, STEP: gl.constexpr):
-    """Without what lies beyond C."""
-    if channel + STEP >= C:
-        rows = gl.where(c < C - channel, rows, gl.zeros_like(rows))
-    return rows
-
-
-@gluon.jit
-def _turn_together(
-    tile, row_tiles, channel, FIRST: gl.constexpr, COUNT: gl.constexpr, C: gl.constexpr, N: gl.constexpr,
-    STEP: gl.constexpr,
-):  # fmt: skip
-    """Some streams of a slot, and rows beside them, all loaded before the first is stored."""
-    by_parity: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [1, 0]],
-        [[0, 8], [0, 16], [0, 32], [0, 64], [2, 0]],
-        [[4, 0], [8, 0], [16, 0]],
-        [],
-        [GROUP, WIDTH],
-    )
-    in_turn: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [TURNING_WARPS, 1], [1, 0])
-    c = gl.arange(0, WIDTH, gl.SliceLayout(0, by_parity))[None, :]
-    c_rows = gl.arange(0, WIDTH, gl.SliceLayout(0, in_turn))[None, :]
-    t_rows = gl.arange(0, GROUP, gl.SliceLayout(1, in_turn))[:, None]
-    streams = ()
-    rows = ()
-    for i in gl.static_range(FIRST, FIRST + COUNT):
-        streams = streams + (tile.slice(i * GROUP, GROUP).load(by_parity),)
-    for k in gl.static_range(len(row_tiles)):
-        rows = rows + (row_tiles[k].load(in_turn),)
-    turned = ()
-    turned_rows = ()
-    for k in gl.static_range(COUNT):
-        turned = turned + (_turned(streams[k], c, C, N, FIRST + k),)
-    for k in gl.static_range(len(row_tiles)):
-        turned_rows = turned_rows + (_turned_rows(rows[k], t_rows, c_rows, C),)
-    for k in gl.static_range(COUNT):
-        tile.slice((FIRST + k) * GROUP, GROUP).store(_ended(turned[k], c, channel, C, STEP))
-    for k in gl.static_range(len(row_tiles)):
-        row_tiles[k].store(_ended(turned_rows[k], c_rows, channel, C, STEP))
-
-
-@gluon.jit
-def turn_step(
-    stream_slots, row_slots, step, begin, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr, SLOTS: gl.constexpr,
-    TOGETHER: gl.constexpr,
-):  # fmt: skip
-    """Puts a step's channels in their places, in slots [panels, rows, channels], as many of streams as of rows; by all
-    warps of those who compute, so many streams at a time as they have registers for.
-    """
-    channel = begin + step // 2 * STEP
-    for j in gl.static_range(len(stream_slots)):
-        tile = _slot(stream_slots[j], step % SLOTS, N * GROUP)
-        row_tile = _slot(row_slots[j], step % SLOTS, GROUP)
-        for i in gl.static_range(0, N - TOGETHER, TOGETHER):
-            _turn_together(tile, (), channel, i, TOGETHER, C, N, STEP)
-        _turn_together(tile, (row_tile,), channel, N - TOGETHER, TOGETHER, C, N, STEP)
-    gl.thread_barrier()
 
 
 @gluon.jit

@@ -10,9 +10,9 @@ has warps of its own, which wait for each other at barriers and never for themse
     load_phi    the copy engine brings the pieces of phi, 64 channels each
     project     four warps split phi in bfloat16 parts, in place, and multiply them with y, also in place
 
-Where rows begin anywhere, because C is no multiple of 8, four warps move them instead of `load` and `store`, `write`
-begins with putting channels in their places (`_hopper_words`), and `project` loads phi. Sums are then over 120 channels
-instead of 128, and this form serves few tokens, too: the plain one has other sums there.
+Where rows begin anywhere, because C is no multiple of 8, four warps move them instead of `load` and `store`
+(`_hopper_words`), `write` takes them as late as they arrive (`_hopper_late`), and `project` loads phi. Sums are then
+over 120 channels instead of 128, and this form serves few tokens, too: the plain one has other sums there.
 
 A program has 64 tokens, in two groups of 32 that share a piece of phi and take turns: step 2k is the first group's,
 step 2k + 1 the second's, both with the channels that make one sum. Loops are kept short: five of them run at once on a
@@ -57,8 +57,9 @@ from ._hopper_copies import (
     steps_of,
     store_tiles,
 )
+from ._hopper_late import clear_ends, load_late_tile
 from ._hopper_launch import MAX_PARTS
-from ._hopper_words import WORD_REGISTERS, WORD_WARPS, begin_step, store_step, turn_step
+from ._hopper_words import WORD_REGISTERS, WORD_WARPS, begin_step, store_step
 from ._launch import SUM_WIDTH
 from ._partial_sums import CHAIN, channels_of_part, end_pairs, push
 
@@ -164,23 +165,24 @@ def _write(
         slot = step % STEPS_IN_FLIGHT
         mbarrier.wait(loaded.index(slot), step // STEPS_IN_FLIGHT % 2)
         if C % 8 != 0:
-            turn_step((x_slots,), (f_slots,), step, begin, C, N, STEP, STEPS_IN_FLIGHT, 2)
+            clear_ends((x_slots,), (f_slots,), step, begin, C, N, STEP, STEPS_IN_FLIGHT)
         for p in range(PANELS):
-            tiles = x_slots.index(slot * PANELS + p)
-            f = f_slots.index(slot * PANELS + p).load(layout).to(gl.float32)
+            tiles, others = x_slots.index(slot * PANELS + p), x_slots.index(slot * PANELS + 1 - p)
+            f = _load(f_slots.index(slot * PANELS + p), f_slots.index(slot * PANELS + 1 - p), t, C, 1, 0, layout)
             if f_bias is not None:
                 c, here = _channels_of(step // 2 * PANELS + p, begin, C, STEP, gl.SliceLayout(0, layout))
                 f += load_float(f_bias, c, here)[None, :]
             streams = ()
             for i in gl.static_range(N):
-                streams = streams + (tiles.slice(i * GROUP, GROUP).load(layout).to(gl.float32),)
+                tile, other = tiles.slice(i * GROUP, GROUP), others.slice(i * GROUP, GROUP)
+                streams = streams + (_load(tile, other, t, C, N, i, layout),)
             ys = ()
             collapsed = zero
             for o in gl.static_range(N):
                 y = rounded(write_stream(o, streams, f, posts, mixes, N), gl.bfloat16, True)
                 ys = ys + (y,)
                 wide = y.to(gl.float32)
-                square += fold(wide, wide, 8, True)
+                square += _own(fold(wide, wide, 8, True), p, STEP)
                 if COLLAPSES:
                     collapsed = reads[o] * wide if o == 0 else gl.fma(reads[o], wide, collapsed)  # as `collapse`
             tiles.store(one_below_the_other(one_below_the_other(ys[0], ys[1]), one_below_the_other(ys[2], ys[3])))
@@ -202,6 +204,25 @@ def _write(
     at = split.to(gl.int64) * T + t
     _store_squares(squares, at, end_pairs(pairs, chains), t < T, layout)
     _store_squares(squares, at + GROUP, end_pairs(other_pairs, chains), t + GROUP < T, layout)
+
+
+@gluon.jit
+def _load(tile, other, t, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr, layout: gl.constexpr):
+    """A stream's channels as float32."""
+    if C % 8 != 0:
+        return load_late_tile(tile, other, t, C, N, STREAM, layout)
+    else:
+        return tile.load(layout).to(gl.float32)
+
+
+@gluon.jit
+def _own(sums, panel, STEP: gl.constexpr):
+    """Sums over eight channels, or 0 where those are not the step's own: the next one adds them up."""
+    if STEP == PANELS * PANEL:
+        return sums
+    else:
+        c = gl.arange(0, PANEL // 8, gl.SliceLayout(0, sums.type.layout))[None, :] * 8
+        return gl.where(panel * PANEL + c < STEP, sums, 0.0)
 
 
 @gluon.jit
