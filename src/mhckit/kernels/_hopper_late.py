@@ -166,7 +166,7 @@ def _clear_end(slots, slot, stream, count, C: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def _clear_behind(tile, stream, count, C: gl.constexpr, N: gl.constexpr):
-    """So many channels of each row, which is as late as it is."""
+    """Each row keeps so many channels, which begin as late as it is."""
     LANES: gl.constexpr = tile.shape[1] // VECTOR
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // LANES, LANES], [COMPUTING_WARPS, 1], [1, 0])
     t = gl.arange(0, GROUP, gl.SliceLayout(1, layout))[:, None]
