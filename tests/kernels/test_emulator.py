@@ -300,6 +300,49 @@ def test_tiles_that_are_stored() -> None:
         _run(STORE_TILE.format(fence=""), words, matrix, warps=8, tiles=tiles)
 
 
+def test_tiles_with_shorter_rows() -> None:
+    """Of 64 bytes: the places of 16 bytes change with every second row."""
+    matrix, words = torch.randn(9, 96).bfloat16(), torch.zeros(8 * 32, dtype=WORD)
+    tiles, fence = Tiles((9, 96), (16, 32)), "fence.proxy.async.shared::cta;"
+    _run(LOAD_TILE.format(fence=fence, wait=WAIT.format()), words, matrix, warps=8, tiles=tiles)
+    rows = words.view(torch.bfloat16).view(16, 4, 8)
+    for r in range(6):
+        for vector in range(4):
+            assert torch.equal(rows[r, vector ^ r // 2 % 4], matrix[3 + r, 64 + 8 * vector : 72 + 8 * vector])
+    assert (rows[6:] == 0).all()
+    for tile, message in (((8, 8), "rows have"), ((512, 64), "256 rows at most")):
+        with pytest.raises(BadAccess, match=message):
+            _run(LOAD_TILE.format(fence=fence, wait=""), words, matrix, warps=8, tiles=Tiles((9, 96), tile))
+
+
+def test_a_matrix_is_turned() -> None:
+    """Of each lane's two neighbours of a row become two neighbours of a column."""
+    matrix = torch.randn(8, 8).bfloat16()
+    words = matrix.clone().view(WORD).flatten()
+    turn = "movmatrix.sync.aligned.m8n8.trans.b16 %r6, %r5;"
+    _run(f"{PLACES} ld.global.b32 %r5, [%rd2]; {turn} {OUT.format(r='%r6')}", words, warps=1)
+    assert torch.equal(words.view(torch.bfloat16).view(8, 8), matrix.T)
+
+
+def test_products_of_a_warp() -> None:
+    """Of a left operand two matrices, one below the other; the right one's columns as rows."""
+    left, right = torch.randn(2, 8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
+    before, total = torch.randn(2, 8, 8), torch.zeros(2, 8, 8)
+    body = f"""{PLACES} ld.global.b32 %r10, [%rd2]; ld.global.b32 %r11, [%rd2+128]; ld.global.b32 %r12, [%rd2+256];
+    shl.b32 %r7, %r1, 3; cvt.u64.u32 %rd8, %r7;
+    ld.param.b64 %rd7, [p1]; add.s64 %rd9, %rd7, %rd8;
+    ld.global.v2.b32 {{%r20, %r21}}, [%rd9]; ld.global.v2.b32 {{%r22, %r23}}, [%rd9+256];
+    mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {{%r30, %r31, %r32, %r33}}, {{%r10, %r11}}, {{%r12}}, \
+        {{%r20, %r21, %r22, %r23}};
+    ld.param.b64 %rd7, [p2]; add.s64 %rd9, %rd7, %rd8;
+    st.global.v2.b32 [%rd9], {{%r30, %r31}}; st.global.v2.b32 [%rd9+256], {{%r32, %r33}};"""
+    operands = torch.cat((left, right[None])).view(WORD).flatten()
+    _run(body, operands, before, total, warps=1)
+    torch.testing.assert_close(total, left.float() @ right.float().T + before, rtol=1e-6, atol=1e-6)
+    with pytest.raises(NotImplementedError):
+        _run(body.replace(".f32.bf16.bf16", ".f32.f16.f16"), operands, before, total, warps=1)
+
+
 # Operands in rows of 32 bytes at the beginning of shared memory and 2048 behind it, described as hardware wants them.
 _DESCRIPTOR = 3 << 62 | (256 >> 4) << 32 | (256 >> 4) << 16
 PRODUCT = f"""{PLACES} ld.global.b32 %r5, [%rd2]; ld.global.b32 %r6, [%rd2+512];

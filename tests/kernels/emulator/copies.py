@@ -10,7 +10,8 @@ from .hazards import ENGINE
 from .memory import BadAccess, swizzled
 from .program import Warp
 
-ROW_BYTES = 128  # of a tile
+MOST_ROW_BYTES = 128  # of a tile
+MOST_ROWS = 256
 
 
 class Description(NamedTuple):
@@ -24,8 +25,10 @@ class Description(NamedTuple):
     def check(self) -> None:
         if self.address % 16 or self.shape[1] * self.element_size % 16:
             raise BadAccess("the copy engine takes rows that begin at 16 bytes")
-        if self.tile[1] * self.element_size != ROW_BYTES:
-            raise BadAccess("a tile's rows have 128 bytes here")
+        if self.tile[1] * self.element_size not in (32, 64, MOST_ROW_BYTES):
+            raise BadAccess("a tile's rows have 32, 64 or 128 bytes here")
+        if self.tile[0] > MOST_ROWS:
+            raise BadAccess("a tile has 256 rows at most")
 
 
 def load_tile(warp: Warp, description: Description, target: int, at: tuple[int, int], barrier: int) -> None:

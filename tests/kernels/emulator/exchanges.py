@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .matrices import turn_matrix
 from .program import LANES, Warp
 from .ptx import Address, Instruction
 from .registers import LANE, Handlers, Registers, Run, one
@@ -27,6 +28,17 @@ def _shfl(registers: Registers, instruction: Instruction) -> Run:
         from_lane = LANE ^ other if way == "bfly" else (LANE & segment) | (other & ~segment & 31)
         assert way in ("bfly", "idx")
         warp.registers[at] = value[np.where(from_lane <= last, from_lane, LANE)]
+
+    return run
+
+
+@HANDLERS.of("movmatrix")
+def _movmatrix(registers: Registers, instruction: Instruction) -> Run:
+    target, source = instruction.operands
+    at, place = registers.slot(target), registers.source(source, "b32")
+
+    def run(warp: Warp) -> None:
+        warp.registers[at] = turn_matrix(warp.registers[place])
 
     return run
 

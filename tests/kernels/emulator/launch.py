@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mhckit.kernels._descriptors import Tiles
 
-from .copies import ROW_BYTES, Description
+from .copies import MOST_ROW_BYTES, Description
 from .decode import Decoded
 from .hazards import Hazard, Torn
 from .memory import DeviceMemory
@@ -72,7 +72,7 @@ def _handed_over(parameters: list[Parameter], device: DeviceMemory) -> tuple[lis
     for value, is_float, tiles in parameters:
         if tiles is not None:
             at, size = _DESCRIPTIONS + len(descriptions), value.element_size()
-            tile = (tiles.tile[0], ROW_BYTES // size)  # Triton cuts wider ones
+            tile = (tiles.tile[0], min(tiles.tile[1], MOST_ROW_BYTES // size))  # Triton cuts wider ones
             descriptions[at] = Description(device.address(value), tiles.shape, tile, size)
             values += [np.full(LANES, at, np.uint64), *tiles.shape, tiles.shape[1], 1]
         elif isinstance(value, Tensor):

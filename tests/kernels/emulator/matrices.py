@@ -41,14 +41,25 @@ def fragment_of_left(registers: list[Lanes]) -> Any:
     """A warp's [16, 16] of a left operand from four registers: rows of a lane and eight below, columns and eight on."""
     tile = np.empty((16, _DEPTH))
     for k, register in enumerate(registers):
-        pairs = _as_numbers(np.ascontiguousarray(register).view(np.uint16)).reshape(LANES, 2)
+        pairs = _pairs(register)
         for half in range(2):
             tile[_LANE // 4 + k % 2 * 8, _LANE % 4 * 2 + k // 2 * 8 + half] = pairs[:, half]
     return tile
 
 
 def multiply_small(left: list[Lanes], right: list[Lanes], accumulator: list[Lanes]) -> list[Lanes]:
-    """A warp's [16, 8] by itself, of eight products each, whose factors keep ten bits; all from registers."""
+    """A warp's [16, 8] by itself, of eight products each of bfloat16; all from registers."""
+    row, column = _LANE // 4, _LANE % 4 * 2
+    a, b = np.empty((16, 8)), np.empty((8, 8))
+    for half in range(2):
+        for k, register in enumerate(left):
+            a[row + k * 8, column + half] = _pairs(register)[:, half]
+        b[row, column + half] = _pairs(right[0])[:, half]
+    return multiply(a, b, accumulator)
+
+
+def multiply_small_tf32(left: list[Lanes], right: list[Lanes], accumulator: list[Lanes]) -> list[Lanes]:
+    """The same of factors that keep ten bits."""
     row, column = _LANE // 4, _LANE % 4
     a, b = np.empty((16, 8)), np.empty((8, 8))
     for k, register in enumerate(left):
@@ -90,6 +101,17 @@ def store_matrices(warp: Warp, addresses: Lanes, registers: list[Lanes], transpo
         tiles = tiles.swapaxes(1, 2)
     rows = np.ascontiguousarray(tiles).reshape(-1, 8).view(np.uint8)
     warp.program.shared.store(warp.index, addresses[: 8 * len(registers)], rows, warp.source)
+
+
+def turn_matrix(register: Lanes) -> Lanes:
+    """[8, 8] of 2 bytes, of which every lane has two neighbours of a row, transposed."""
+    tile = np.ascontiguousarray(register).view(np.uint16).reshape(8, 8)
+    return np.ascontiguousarray(tile.T).view(np.uint32).reshape(LANES)
+
+
+def _pairs(register: Lanes) -> Any:
+    """[lanes, 2]"""
+    return _as_numbers(np.ascontiguousarray(register).view(np.uint16)).reshape(LANES, 2)
 
 
 def _as_numbers(bits: Any) -> Any:

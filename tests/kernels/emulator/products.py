@@ -16,6 +16,10 @@ from .registers import Handlers, Registers, Run, one
 _UNFINISHED = np.full(LANES, -1).astype(np.uint32)
 
 HANDLERS = Handlers()
+_OF_A_WARP = {
+    "m16n8k8.row.col.f32.tf32.tf32.f32": matrices.multiply_small_tf32,
+    "m16n8k8.row.col.f32.bf16.bf16.f32": matrices.multiply_small,
+}
 
 
 @HANDLERS.of("wgmma.fence")
@@ -94,14 +98,15 @@ def _wgmma_mma_async(registers: Registers, instruction: Instruction) -> Run:
 @HANDLERS.of("mma")
 def _mma(registers: Registers, instruction: Instruction) -> Run:
     """A product of a warp."""
-    if instruction.name[3:] != ("m16n8k8", "row", "col", "f32", "tf32", "tf32", "f32"):
+    how = ".".join(instruction.name[3:])
+    if how not in _OF_A_WARP:
         raise NotImplementedError(str(instruction))
     result, *factors = instruction.operands
     places = [registers.slot(name) for name in result]
     sources = [[registers.source(name, "b32") for name in names] for names in factors]
 
     def run(warp: Warp) -> None:
-        values = matrices.multiply_small(*([warp.registers[k] for k in places] for places in sources))
+        values = _OF_A_WARP[how](*([warp.registers[k] for k in places] for places in sources))
         for place, value in zip(places, values, strict=True):
             warp.registers[place] = value
 
