@@ -32,23 +32,25 @@ def every_operator() -> Iterator[Call]:
 
 
 def forms_for_hopper() -> Iterator[Call]:
-    """Of 24 and of 32 rows; J has its form where there is no bias, and other sums with a norm. Rows that begin anywhere
-    are loaded 16 bytes at a time, and end there if tokens are a multiple of 8.
+    """Of 24 and of 32 rows, and of eight streams; J has its form where there is no bias, and other sums with a norm.
+    Rows that begin anywhere are loaded 16 bytes at a time, and end there if tokens are a multiple of 8.
     """
     _launch.SLICE_WIDTH = 256
     _write_project.fills = lambda programs, device: True
     _write_project.leaves_idle = lambda programs, device: False
-    for name, without, tokens, channels in (
-        ("deepseek_v41", "out_norm_weight", 99, 640),
-        ("deepseek_v4", "", 99, 640),
-        ("mhc_lite", "", 99, 640),
-        ("deepseek_v41", "out_norm_weight", 104, 641),
-        ("mhc_lite", "", 104, 644),
+    for name, streams, without, tokens, channels in (
+        ("deepseek_v41", 4, "out_norm_weight", 99, 640),
+        ("deepseek_v4", 4, "", 99, 640),
+        ("mhc_lite", 4, "", 99, 640),
+        ("deepseek_v41", 4, "out_norm_weight", 104, 641),
+        ("mhc_lite", 4, "", 104, 644),
+        ("deepseek_v41", 8, "out_norm_weight", 99, 640),
+        ("deepseek_v4", 8, "", 99, 640),
     ):
-        options = dict(dtype=torch.bfloat16, device="cuda")
-        call = make_call("junction", RECIPES[name], lead=(tokens,), channels=channels, **options)
+        recipe, options = RECIPES[name].replace(streams=streams), dict(dtype=torch.bfloat16, device="cuda")
+        call = make_call("junction", recipe, lead=(tokens,), channels=channels, **options)
         tensors = {key: tensor for key, tensor in call.tensors.items() if key not in ("f_bias", without)}
-        yield Call("junction", call.recipe, tensors)
+        yield Call("junction", recipe, tensors)
 
 
 torch.use_deterministic_algorithms(True)  # fills what is uninitialised with NaN

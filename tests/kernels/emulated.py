@@ -21,8 +21,10 @@ from recipes import every_recipe
 from torch import Tensor
 
 from mhckit import Recipe
-from mhckit.kernels import _parameters_bwd, _streams_bwd, _write_project
+from mhckit.kernels import _parameters_bwd, _write_project
+from mhckit.kernels import _streams_bwd_eight as _eight_bwd
 from mhckit.kernels import _streams_bwd_hopper as _hopper_bwd
+from mhckit.kernels import _write_project_eight as _eight_fwd
 from mhckit.kernels import _write_project_hopper as _hopper_fwd
 from mhckit.kernels._hopper_launch import hopper_step
 from mhckit.kernels._launch import cdiv, slice_width
@@ -31,6 +33,7 @@ from mhckit.testing import Call, make_call
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 RECIPES = every_recipe()
 F1, J = _hopper_fwd.write_project_hopper_kernel.__name__, _hopper_bwd.streams_bwd_hopper_kernel.__name__
+EIGHT_J = _eight_bwd.streams_bwd_eight_kernel.__name__
 
 
 @triton.jit
@@ -53,10 +56,18 @@ def rows_in_order(r):
     return r // 2
 
 
+@triton.jit
+def as_it_was(a):
+    return a
+
+
 # What can be broken: where, by what it is replaced, in which operator and with how many channels.
 BREAKS: dict[str, tuple[Any, str, Any, str, int]] = {
     "fences of F1": (_hopper_fwd, "fence_async_shared", nothing, "junction", 257),
     "fences of J": (_hopper_bwd, "fence_async_shared", nothing, "junction", 256),
+    "fences of F1 for eight streams": (_eight_fwd, "fence_async_shared", nothing, "junction", 128),
+    "fences of J for eight streams": (_eight_bwd, "fence_async_shared", nothing, "junction", 128),
+    "matrices of J for eight streams": (_eight_bwd, "transposed", as_it_was, "junction", 128),
     "rows of dz in J": (_hopper_bwd, "_token_of_row", rows_in_order, "junction", 256),
     "ends of rows in F1": (_hopper_fwd, "clear_ends", nothing_cleared, "junction", 257),
     "ends of rows in J": (_hopper_bwd, "clear_ends", nothing_cleared, "junction", 257),
@@ -115,25 +126,27 @@ def forms(tokens: int, channels: int, rows: int = 24) -> None:
 
 
 @app.command()
-def shares(channels: int) -> None:
+def shares(channels: int, streams: int = 4) -> None:
     """J has the same bits however programs share the channels, of which here each step has a sum of its own."""
-    call = call_of("junction", RECIPES["deepseek_v41"], 33, channels, "f_bias,out_norm_weight")
+    recipe = RECIPES["deepseek_v41"].replace(streams=streams)
+    call = call_of("junction", recipe, 33, channels, "f_bias,out_norm_weight")
     width, results = hopper_step(channels), []
-    _hopper_bwd.write_sums_width = lambda channels: width
+    form = _eight_bwd if streams == 8 else _hopper_bwd
+    form.write_sums_width = lambda channels: width
     for sums in (cdiv(channels, width), 2, 1):
-        _streams_bwd._hopper.streams_bwd_span = lambda *_args, sums=sums: sums * width
+        form.streams_bwd_span = lambda *_args, sums=sums: sums * width
         with emulated() as gpu, poisoned_memory():
             results.append(run(call, "triton"))
-        assert J in gpu.names
+        assert (EIGHT_J if streams == 8 else J) in gpu.names
     for name, value in results[0].items():
         assert not value.isnan().any(), name
         assert all(torch.equal(value, other[name]) for other in results[1:]), name
 
 
 @app.command()
-def alone(channels: int) -> None:
+def alone(channels: int, streams: int = 4) -> None:
     """A token has the bits that it has in a batch, in both directions."""
-    call = call_of("junction", RECIPES["deepseek_v4"], 66, channels, "f_bias")
+    call = call_of("junction", RECIPES["deepseek_v4"].replace(streams=streams), 66, channels, "f_bias")
     with emulated(), poisoned_memory():
         cotangents = cotangents_of(call())
         batch = run(call, "triton", cotangents)
@@ -150,7 +163,8 @@ def broken(what: Annotated[str, typer.Argument(help=", ".join(BREAKS))]) -> None
     """A kernel that is broken on purpose; fails as it should."""
     module, name, replacement, operator, channels = BREAKS[what]
     setattr(module, name, replacement)
-    accuracy(operator, "deepseek_v4", 70, channels, "f_bias")
+    streams = 8 if module in (_eight_fwd, _eight_bwd) else 4
+    accuracy(operator, "deepseek_v4", 70, channels, "f_bias", streams=streams)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ SCRIPT = Path(__file__).with_name("emulated.py")
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="kernels for Hopper are written for one version of Triton")
 PLAIN_F1, F1 = "write_project_kernel", "write_project_hopper_kernel"
 PLAIN_J, J = "streams_bwd_kernel", "streams_bwd_hopper_kernel"
+EIGHT = {"write_project_eight_kernel", "streams_bwd_eight_kernel"}
 
 
 def _run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -56,6 +57,17 @@ def test_sizes_in_the_forms_for_hopper(tokens: int, channels: int) -> None:
     assert J in _passes("accuracy", "junction", "deepseek_v4", *options)
 
 
+@pytest.mark.parametrize(("recipe", "tokens", "channels", "without"), [
+    ("deepseek_v4", 70, 128, "f_bias"),  # several programs, a norm, and a weight folded into phi
+    ("deepseek_v41", 5, 384, "f_bias,out_norm_weight"),  # sums the gradient of the read weights, too
+    ("deepseek_v41", 1, 128, "f_bias"),
+])  # fmt: skip
+def test_eight_streams(recipe: str, tokens: int, channels: int, without: str) -> None:
+    options = ("--tokens", tokens, "--channels", channels, "--without", without, "--streams", 8)
+    launched = _passes("accuracy", "junction", recipe, *options)
+    assert set(launched) >= EIGHT
+
+
 def test_whoever_takes_turns() -> None:
     """Warps in another order."""
     options = ("--tokens", 3, "--channels", 257, "--without", "f_bias", "--seed", 1)
@@ -90,19 +102,22 @@ def test_both_forms_of_f1_have_the_same_bits(tokens: int, channels: int, rows: i
     _passes("forms", tokens, channels, "--rows", rows)
 
 
-@pytest.mark.parametrize("channels", [384, 257])
-def test_j_has_the_same_bits_however_programs_share_the_channels(channels: int) -> None:
-    _passes("shares", channels)
+@pytest.mark.parametrize(("channels", "streams"), [(384, 4), (257, 4), (256, 8)])
+def test_j_has_the_same_bits_however_programs_share_the_channels(channels: int, streams: int) -> None:
+    _passes("shares", channels, "--streams", streams)
 
 
-@pytest.mark.parametrize("channels", [128, 129])
-def test_a_token_alone_and_in_a_batch(channels: int) -> None:
-    _passes("alone", channels)
+@pytest.mark.parametrize(("channels", "streams"), [(128, 4), (129, 4), (128, 8)])
+def test_a_token_alone_and_in_a_batch(channels: int, streams: int) -> None:
+    _passes("alone", channels, "--streams", streams)
 
 
 @pytest.mark.parametrize(("what", "message"), [
     ("fences of F1", "error nan"),  # the tensor cores read what may not have been stored
     ("fences of J", "without a fence"),
+    ("fences of F1 for eight streams", "without a fence"),
+    ("fences of J for eight streams", "without a fence"),
+    ("matrices of J for eight streams", "allowed; relative error"),
     ("rows of dz in J", "allowed; relative error"),
     ("ends of rows in F1", "error nan"),
     ("ends of rows in J", "error nan"),

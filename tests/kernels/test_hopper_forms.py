@@ -22,7 +22,7 @@ from mhckit.kernels._hopper_launch import (
     streams_bwd_span,
     write_sums_width,
 )
-from mhckit.kernels._launch import SUM_WIDTH, phi_layout
+from mhckit.kernels._launch import SUM_WIDTH, phi_layout, slice_width
 from mhckit.kernels._pack import pack_phi
 
 if not HAS_GLUON:
@@ -31,23 +31,25 @@ from triton._C.libtriton import native_specialize_impl
 from triton.backends.nvidia import driver
 from triton.backends.nvidia.compiler import CUDABackend
 
-from mhckit.kernels import _streams_bwd_hopper
+from mhckit.kernels import _streams_bwd_eight, _streams_bwd_hopper, _write_project_eight
 from mhckit.kernels import _write_project_hopper as hopper
 
 CPU = torch.device("cpu")
 KERNEL = hopper.write_project_hopper_kernel
+EIGHT = _write_project_eight.write_project_eight_kernel
 
 
 def _args(
     *, tokens: int = 5, streams: int = 4, channels: int = 256, rows: int = 24, dtype: torch.dtype = torch.bfloat16,
-    collapses: bool = True, writes: bool = True,
+    collapses: bool = True, writes: bool = True, mixes: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     x, f = torch.zeros(tokens, streams, channels, dtype=dtype), torch.zeros(tokens, channels, dtype=dtype)
     phi, weights = torch.zeros(rows, streams * channels), torch.zeros(tokens, streams)
     x_in = torch.zeros_like(f) if collapses else None
     z, squares = torch.zeros(1, tokens, rows), torch.zeros(1, tokens)
     f, y = (f, torch.zeros_like(x)) if writes else (None, None)
-    return x, f, None, weights, None, phi, None, weights, y, x_in, z, squares, tokens, channels, channels, rows
+    res = torch.zeros(tokens, streams, streams) if mixes else None
+    return x, f, None, weights, res, phi, None, weights, y, x_in, z, squares, tokens, channels, channels, rows
 
 
 @pytest.fixture
@@ -60,6 +62,7 @@ def test_both_forms_take_the_same_arguments() -> None:
     count = len(_args())
     assert KERNEL.arg_names[:count] == _write_project.write_project_kernel.arg_names[:count]
     assert KERNEL.arg_names[count:] == ["N", "WIDTH", "STEP", "WORD"]
+    assert EIGHT.arg_names == KERNEL.arg_names[:count]
 
 
 def test_a_step_is_one_sum() -> None:
@@ -94,6 +97,42 @@ def test_which_launches_have_the_form(on_hopper: None, change: dict[str, Any], e
     own = _write_project._form(args)
     forms = _launcher.forms(own.kernel, args, own.constants)
     assert [form.kernel for form in forms] == [own.kernel, *([KERNEL] if exists else [])]
+
+
+@pytest.mark.parametrize(("change", "exists"), [
+    ({}, True),
+    ({"rows": 65}, True),
+    ({"rows": 64}, False),  # less than the tiles of phi that there are
+    ({"rows": 81}, False),
+    ({"channels": 192}, False),
+    ({"channels": 257}, False),
+    ({"mixes": False}, False),
+    ({"streams": 7}, False),
+    ({"dtype": torch.float16}, False),
+])  # fmt: skip
+def test_which_launches_have_the_form_for_eight_streams(
+    on_hopper: None, change: dict[str, Any], exists: bool
+) -> None:  # fmt: skip
+    args = _args(**({"streams": 8, "rows": 80, "mixes": True} | change))
+    form = _write_project._hopper_form(args)
+    assert (form is not None) == exists
+    if form is not None:
+        assert form.kernel is EIGHT and _launcher.forms(form.kernel, args, form.constants) == [form]
+
+
+def test_eight_streams_have_one_form(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of tokens: a slice of channels is one sum, which the plain form adds up in another order."""
+    launched: list[tuple[Any, tuple[int, ...], int]] = []
+    monkeypatch.setattr(
+        _write_project, "run", lambda kernel, grid, *args, **_constants: launched.append((kernel, grid, args[13]))
+    )
+    for tokens in (0, 1, 64, 8192):
+        x, f, _, post, res, phi, *_ = _args(tokens=tokens, streams=8, channels=4096, rows=80, mixes=True)
+        _, projection = _write_project.write_project(x, f, None, post, res, phi, None)
+        width = slice_width(4096)
+        assert launched.pop() == (EIGHT, (-(-tokens // 64), 4096 // width), width)
+        assert projection.z.shape == (4096 // width, tokens, 80)
+        assert (projection.together, projection.many) == (1, None)
 
 
 def test_mixed_dtypes_do_not(on_hopper: None) -> None:
@@ -235,7 +274,7 @@ BFLOAT = torch.bfloat16
 
 def _layout_for(
     *, streams: int = 4, channels: int = 256, rows: int = 24, dtypes: tuple[torch.dtype | None, ...] = (BFLOAT,) * 4,
-    bias: bool = False,
+    bias: bool = False, mixes: bool = False,
 ) -> Any:  # fmt: skip
     """How J wants phi for Hopper, or None; dtypes of x, g, dx_in and f, None where there is no gradient."""
     wide, narrow = (5, streams, channels), (5, channels)
@@ -243,7 +282,8 @@ def _layout_for(
         None if dtype is None else torch.zeros(shape, dtype=dtype)
         for shape, dtype in zip((wide, wide, narrow, narrow), dtypes, strict=True)
     )
-    write = Write(f, torch.zeros(channels) if bias else None, torch.zeros(5, streams), None)
+    res = torch.zeros(5, streams, streams) if mixes else None
+    write = Write(f, torch.zeros(channels) if bias else None, torch.zeros(5, streams), res)
     return _streams_bwd.hopper_phi_layout(x, g, dx_in, write, rows)
 
 
@@ -272,6 +312,26 @@ def test_which_write_backs_have_the_form(on_hopper: None, change: dict[str, Any]
         channels = change.get("channels", 256)
         assert layout == _streams_bwd_hopper.phi_layout(change.get("rows", 24), channels)
         assert layout.block == 64 and layout.step == hopper_step(channels)
+
+
+@pytest.mark.parametrize(("change", "exists"), [
+    ({}, True),
+    ({"rows": 1}, True),
+    ({"rows": 81}, False),
+    ({"rows": 0}, False),
+    ({"mixes": False}, False),
+    ({"channels": 192}, False),
+    ({"channels": 255}, False),
+    ({"bias": True}, False),
+    ({"dtypes": (BFLOAT, BFLOAT, BFLOAT, torch.float32)}, False),
+])  # fmt: skip
+def test_which_write_backs_of_eight_streams_have_the_form(
+    on_hopper: None, change: dict[str, Any], exists: bool
+) -> None:  # fmt: skip
+    layout = _layout_for(**({"streams": 8, "rows": 80, "mixes": True} | change))
+    assert (layout is not None) == exists
+    if layout is not None:
+        assert layout == _streams_bwd_eight.phi_layout(change.get("rows", 80)) and layout.together == 8
 
 
 def test_plain_write_backs_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,22 +369,63 @@ def test_phi_is_packed(rows: int, for_hopper: bool, channels: int, blocks: int) 
     assert torch.equal(parts, want)
 
 
+@pytest.mark.parametrize("rows", [3, 80])
+def test_phi_of_eight_streams_is_packed(rows: int) -> None:
+    """Eight channels of all streams side by side."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layout, channels = _streams_bwd_eight.phi_layout(rows), 128
+    torch.manual_seed(rows)
+    phi, weight = torch.randn(rows, 8 * channels, device=device), torch.randn(8 * channels, device=device)
+    parts = pack_phi(phi, weight, 8, layout)
+    assert parts.shape == (channels // 8, layout.rows, 64)
+    weighted = phi * weight
+    high = weighted.bfloat16()
+    low = (weighted - high.float()).bfloat16()
+    for part, first in ((high, 0), (low, rows)):
+        want = part.view(rows, 8, channels // 8, 8).permute(2, 0, 1, 3).reshape(channels // 8, rows, 64)
+        assert torch.equal(parts[:, first : first + rows], want)
+    assert (parts[:, 2 * rows :] == 0).all()
+
+
+def _described(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments by name, and the shapes of matrices and tiles of those that are described."""
+    names = dict(zip(kernel.arg_names, described(kernel, args, constants), strict=False))
+    of_matrices = {name: value for name, value in names.items() if hasattr(value, "block_shape")}
+    return names, {name: (value.shape, value.block_shape) for name, value in of_matrices.items()}
+
+
+def test_tensors_of_eight_streams_are_described() -> None:
+    args = _args(streams=8, rows=80, mixes=True)
+    _, tiles = _described(EIGHT, args, {})
+    wide, narrow = ([5, 2048], [64, 64]), ([5, 256], [64, 64])
+    assert tiles == {"x": wide, "f": narrow, "phi": ([80, 2048], [16, 32]), "y": wide, "x_in": narrow}
+    kernel = _streams_bwd_eight.streams_bwd_eight_kernel
+    x, f = args[0], args[1]
+    packed = torch.zeros(32, 160, 64, dtype=BFLOAT)
+    args = (x, f, *[None] * 6, packed, x, f, None, None, x, f, None, 5, 256, 256, 80)
+    names, tiles = _described(kernel, args, {})
+    wide, narrow = ([40, 256], [256, 32]), ([5, 256], [64, 32])
+    assert tiles == {
+        "g": wide, "dx_in": narrow, "phi_parts": ([32 * 160, 64], [16, 64]), "x": wide, "f": narrow, "dx": wide,
+        "df": narrow,
+    }  # fmt: skip
+    assert names["g"].layout.swizzle_byte_width == 64 and names["phi_parts"].layout.swizzle_byte_width == 128
+
+
 def test_tensors_of_a_write_back_are_described() -> None:
     kernel = _streams_bwd_hopper.streams_bwd_hopper_kernel
     T, N, C, P = 5, 4, 256, 20
     x, f = torch.zeros(T, N, C, dtype=BFLOAT), torch.zeros(T, C, dtype=BFLOAT)
     packed = torch.zeros(N * C // 64, 48, 64, dtype=BFLOAT)
     args = (x, f, *[None] * 6, packed, x, f, None, None, x, f, None, T, C, C, P)
-    names = dict(zip(kernel.arg_names, described(kernel, args, {"N": N}), strict=False))
-    tiles = {name: (value.shape, value.block_shape) for name, value in names.items() if hasattr(value, "block_shape")}
+    _, tiles = _described(kernel, args, {"N": N})
     wide, narrow = ([5, 1024], [32, 64]), ([5, 256], [32, 64])
     assert tiles == {
         "g": wide, "dx_in": narrow, "phi_parts": ([16 * 48, 64], [16, 64]), "x": wide, "f": narrow, "dx": wide,
         "df": narrow,
     }  # fmt: skip
     args = (*args[:18], 255, P)
-    names = dict(zip(kernel.arg_names, described(kernel, args, {"N": N}), strict=False))
-    tiles = {name: (value.shape, value.block_shape) for name, value in names.items() if hasattr(value, "block_shape")}
+    _, tiles = _described(kernel, args, {"N": N})
     assert tiles == {"phi_parts": ([N * 6 * 48, 64], [16, 64])}, "words move the rest"
 
 

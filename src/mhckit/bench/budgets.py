@@ -33,6 +33,7 @@ ROLES = {
     "read_bwd_kernel": "B",
     "streams_bwd_kernel": "J",
     "streams_bwd_hopper_kernel": "J",
+    "streams_bwd_eight_kernel": "J",
     "chunk_sums_kernel": "P",
 }
 FORWARD, BACKWARD = ("F1", "F2"), ("B", "J", "P")

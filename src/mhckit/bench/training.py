@@ -269,6 +269,7 @@ OWN_KERNELS = (
     "read_bwd_kernel",
     "streams_bwd_kernel",
     "streams_bwd_hopper_kernel",
+    "streams_bwd_eight_kernel",
     "chunk_sums_kernel",
     "finish_kernel",
     "pack_phi_kernel",

@@ -55,16 +55,17 @@ def described(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> 
     arguments = list(args)
     for position, (shape, tile) in tiles_of(args, constants).items():
         tensor = args[position]
-        layout = shared_layout(tensor.element_size())
+        layout = shared_layout(tensor.element_size(), tile[1])
         arguments[position] = TensorDescriptor(tensor, list(shape), [shape[1], 1], list(tile), layout)
     return tuple(arguments)
 
 
-def shared_layout(element_size: int) -> Any:
-    """How a tile lies in shared memory: as tensor cores read it, rows of 128 bytes."""
+def shared_layout(element_size: int, columns: int) -> Any:
+    """How a tile with so many columns lies in shared memory: as tensor cores read it, rows of up to 128 bytes."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * element_size, rank=2)
+    width = min(128, columns * element_size)
+    return NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * element_size, rank=2)
 
 
 def describing(run: Callable[..., None], kernel: Any, settings: int, constants: dict[str, Any]) -> Callable[..., None]:
@@ -137,4 +138,4 @@ def _address(tensor: Any) -> int:
 
 def signature_of(tensor_type: str, tile: Sequence[int], element_size: int) -> str:
     """The type that Triton gives a described tensor."""
-    return f"tensordesc<{tensor_type}{list(tile)},{shared_layout(element_size)!r}>"
+    return f"tensordesc<{tensor_type}{list(tile)},{shared_layout(element_size, tile[-1])!r}>"

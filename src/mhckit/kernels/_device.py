@@ -270,6 +270,16 @@ def part_column(p, PART: tl.constexpr):
 
 
 @triton.jit
+def stacked_parts(rows, PTX: tl.constexpr):
+    """[2 ROWS, channels]: high and low parts, in the order of `part_column`."""
+    ROWS: tl.constexpr = rows.shape[0]
+    COLUMNS: tl.constexpr = rows.shape[1]
+    high, low = bfloat16_parts(rows, PTX)
+    stacked = tl.permute(tl.reshape(tl.join(high, low), (ROWS // 8, 8, COLUMNS, 2)), (0, 3, 1, 2))
+    return tl.reshape(stacked, (2 * ROWS, COLUMNS))
+
+
+@triton.jit
 def sum_parts(rows):
     """[n, columns] from [2n, columns] whose rows are ordered by `part_column`."""
     HALF: tl.constexpr = rows.shape[0] // 2

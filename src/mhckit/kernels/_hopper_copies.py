@@ -21,8 +21,8 @@ GROUP = gl.constexpr(STREAM_TILE[0])
 PANEL = gl.constexpr(STREAM_TILE[1])
 PANELS = gl.constexpr(SUM_WIDTH // STREAM_TILE[1])
 # How tiles of 2-byte and of 4-byte numbers lie in shared memory.
-SHARED = gl.constexpr(shared_layout(2))
-SHARED_FLOAT = gl.constexpr(shared_layout(4))
+SHARED = gl.constexpr(shared_layout(2, STREAM_TILE[1]))
+SHARED_FLOAT = gl.constexpr(shared_layout(4, STREAM_TILE[1]))
 # For each thread of the warps that copy.
 COPY_REGISTERS = gl.constexpr(32)
 

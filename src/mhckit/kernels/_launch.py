@@ -166,7 +166,7 @@ def _padded_rows(rows: int) -> int:
 class PhiLayout(NamedTuple):
     """How a form of J wants phi: rows of parts, with or without padding between them, channels of a stream in a block,
     and as many of them side by side as one of its threads holds. Blocks that make up a step may have room for more
-    channels than it has.
+    channels than it has. Or a block has so many streams together, each with its share of the block's columns.
     """
 
     rows: int
@@ -174,6 +174,7 @@ class PhiLayout(NamedTuple):
     block: int
     channels_per_thread: int
     step: int
+    together: int = 1
 
     def blocks(self, channels: int) -> int:
         """Of one stream."""

@@ -3,6 +3,7 @@
     phi_parts[o, c // BLOCK, k, c % BLOCK]      c by `pack_columns`; k: high parts of the rows of phi w, then low parts,
                                                 of all rows (DENSE) or of 32 at a time. Blocks of STEP channels may
                                                 have room for more
+    phi_parts[c // SHARE, k, o SHARE + c % SHARE]  where STREAMS have a block together, each a SHARE of its columns
     dz_parts[t, part_column(p)]                 where dz does not come from `_read_bwd`, which packs it
 
 Two parts keep 16 bits of mantissa, and tensor cores multiply bfloat16 exactly. Channels beyond C and rows beyond P are
@@ -36,33 +37,41 @@ def packed_row(k, P: tl.constexpr, DENSE: tl.constexpr):
 def pack_phi_block(
     phi, norm_weight, phi_parts, block, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr,
     DENSE: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    STREAMS: tl.constexpr,
 ):  # fmt: skip
     """Block number `block` of phi_parts: BLOCK channels of one stream, or what is left of a step."""
-    TOGETHER: tl.constexpr = (STEP + BLOCK - 1) // BLOCK
-    BLOCKS: tl.constexpr = (C + STEP - 1) // STEP * TOGETHER
-    stream = block // BLOCKS
     p = tl.arange(0, PADDED)
-    within = block % BLOCKS % TOGETHER * BLOCK + tl.arange(0, BLOCK)
-    c = block % BLOCKS // TOGETHER * STEP + within
-    exists = (c < C) & (within < STEP)
-    value = load_float(phi, p[:, None] * (N * C) + stream * C + c[None, :], (p < P)[:, None] & exists[None, :])
+    column = tl.arange(0, BLOCK)
+    if STREAMS > 1:
+        SHARE: tl.constexpr = BLOCK // STREAMS
+        stream, c = column // SHARE, block * SHARE + column % SHARE
+        exists = c < C
+    else:
+        TOGETHER: tl.constexpr = (STEP + BLOCK - 1) // BLOCK
+        BLOCKS: tl.constexpr = (C + STEP - 1) // STEP * TOGETHER
+        stream, within = block // BLOCKS, block % BLOCKS % TOGETHER * BLOCK + column
+        c = block % BLOCKS // TOGETHER * STEP + within
+        exists = (c < C) & (within < STEP)
+    k = stream * C + c
+    value = load_float(phi, p[:, None] * (N * C) + k[None, :], (p < P)[:, None] & exists[None, :])
     if norm_weight is not None:
-        value *= load_float(norm_weight, stream * C + c, exists)[None, :]
+        value *= load_float(norm_weight, k, exists)[None, :]
     high, low = bfloat16_parts(pack_columns(value, CHANNELS))
-    k = p if DENSE else p // 32 * 64 + p % 32
+    row = p if DENSE else p // 32 * 64 + p % 32
     BELOW: tl.constexpr = P if DENSE else 32
-    offsets = (block * PACKED + k[:, None]) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(phi_parts + offsets, high, mask=((p < P) if DENSE else (k < PACKED))[:, None])
-    tl.store(phi_parts + offsets + BELOW * BLOCK, low, mask=(k + BELOW < PACKED)[:, None])
+    offsets = (block * PACKED + row[:, None]) * BLOCK + column[None, :]
+    tl.store(phi_parts + offsets, high, mask=((p < P) if DENSE else (row < PACKED))[:, None])
+    tl.store(phi_parts + offsets + BELOW * BLOCK, low, mask=(row + BELOW < PACKED)[:, None])
 
 
 @triton.jit
 def pack_phi_kernel(
     phi, norm_weight, phi_parts, C: tl.constexpr, P: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr,
     DENSE: tl.constexpr, PADDED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    STREAMS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
-    pack_phi_block(phi, norm_weight, phi_parts, block, C, P, N, PACKED, DENSE, PADDED, CHANNELS, BLOCK, STEP)
+    pack_phi_block(phi, norm_weight, phi_parts, block, C, P, N, PACKED, DENSE, PADDED, CHANNELS, BLOCK, STEP, STREAMS)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -86,7 +95,7 @@ def pack_phi(phi: Tensor, norm_weight: Tensor | None, streams: int, layout: PhiL
     run(
         pack_phi_kernel, (phi_parts.shape[0],), phi, norm_weight, phi_parts, C, P,
         N=streams, PACKED=layout.rows, DENSE=layout.dense, PADDED=layout.padded(P), CHANNELS=layout.channels_per_thread,
-        BLOCK=layout.block, STEP=layout.step, num_warps=4,
+        BLOCK=layout.block, STEP=layout.step, STREAMS=layout.together, num_warps=4,
     )  # fmt: skip
     return phi_parts
 

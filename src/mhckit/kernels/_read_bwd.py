@@ -95,6 +95,7 @@ def read_bwd_kernel(
     PACKED_CHANNELS: tl.constexpr,
     PHI_BLOCK: tl.constexpr,
     PHI_STEP: tl.constexpr,
+    PHI_TOGETHER: tl.constexpr,
     WORDS: tl.constexpr,
     FOLD: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -111,7 +112,7 @@ def read_bwd_kernel(
             block = program - packing
             pack_phi_block(
                 phi, phi_weight, phi_parts, block, C, MATH.rows, N, PACKED, DENSE, PADDED_ROWS, PACKED_CHANNELS,
-                PHI_BLOCK, PHI_STEP,
+                PHI_BLOCK, PHI_STEP, PHI_TOGETHER,
             )  # fmt: skip
     elif program < residual_programs:
         if SEPARATE:
@@ -325,7 +326,7 @@ def read_bwd(
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
         PACKED=layout.rows, DENSE=layout.dense, PADDED_ROWS=layout.padded(math.rows),
         PACKED_CHANNELS=layout.channels_per_thread, PHI_BLOCK=layout.block, PHI_STEP=layout.step,
-        WORDS=words,
+        PHI_TOGETHER=layout.together, WORDS=words,
         FOLD=8 if y is not None and threads_hold_neighbours(y, launch) else 1, **launch.meta(),
     )  # fmt: skip
     return CoefficientGradients(k, k_more, sums)

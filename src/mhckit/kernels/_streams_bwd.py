@@ -47,6 +47,7 @@ from ._launch import (
     BFLOAT,
     FLOAT,
     PHI_BLOCK,
+    SUM_WIDTH,
     Launch,
     PhiLayout,
     cdiv,
@@ -67,9 +68,10 @@ from ._launcher import run
 from ._packed_dot import dot_phi, load_dz, load_phi
 
 if HAS_GLUON:
+    from . import _streams_bwd_eight as _eight
     from . import _streams_bwd_hopper as _hopper
 else:
-    _hopper = None
+    _hopper = _eight = None
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -307,16 +309,21 @@ def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, pr
 def hopper_phi_layout(x: Tensor, g: Tensor | None, dx_in: Tensor | None, write: Write, rows: int) -> PhiLayout | None:
     """How J's form for Hopper wants phi, or None where it is the plain form that runs, whatever the number of tokens.
 
-    It wants four streams of bfloat16, all of their gradient's parts, a projection of at most 32 rows, channels that it
-    can take, and no bias.
+    It wants four or eight streams of bfloat16, all of their gradient's parts, a projection of at most 32 or 80 rows,
+    channels that it can take, and no bias; with eight streams a residual map.
     """
     if _hopper is None or g is None or dx_in is None or write.f_bias is not None or not has_hopper_forms(x.device):
         return None
-    narrow = all(tensor.dtype == BFLOAT for tensor in (x, g, dx_in, write.f))
     streams, channels = x.shape[-2:]
-    layout = _hopper.phi_layout(rows, channels)
-    fits = 0 < layout.rows <= _hopper.MAX_PART_ROWS and has_hopper_channels(channels)
-    return layout if narrow and streams == 4 and fits else None
+    if not rows or not all(tensor.dtype == BFLOAT for tensor in (x, g, dx_in, write.f)):
+        return None
+    if streams == 8:
+        layout, most = _eight.phi_layout(rows), _eight.MAX_PART_ROWS
+        takes = channels % SUM_WIDTH == 0 and write.res is not None
+    else:
+        layout, most = _hopper.phi_layout(rows, channels), _hopper.MAX_PART_ROWS
+        takes = streams == 4 and has_hopper_channels(channels)
+    return layout if takes and layout.rows <= most else None
 
 
 def write_streams_bwd(
@@ -329,7 +336,8 @@ def write_streams_bwd(
 ) -> WriteGradients:
     """need_read_weights: whether their gradient is summed here, too."""
     if hopper_phi_layout(x, g, collapse.dx_in, write, projection.rows) is not None:
-        return _hopper.write_streams_bwd(x, g, collapse, projection, write, need_read_weights)
+        form = _eight if x.shape[-2] == 8 else _hopper
+        return form.write_streams_bwd(x, g, collapse, projection, write, need_read_weights)
     f, f_bias, post, res = write
     T, N, C = tokens_of(x)
     launch = streams_bwd_launch(

@@ -40,19 +40,18 @@ from ._device import (
     add_mixed,
     collapse,
     fold,
-    join_last,
     load_float,
     mixed_back,
     one_below_the_other,
-    part_column,
     rounded,
     scaled,
-    split_last,
     unpack_columns,
     write_stream,
 )
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
+from ._hopper_columns import load_columns
 from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, SHARED, STREAM_TILE, load_tiles, steps_of, store_tiles
+from ._hopper_dz import PART_ROWS, load_dz
 from ._hopper_late import allocate_vectors, clear_ends, load_late, own_channels, panel_of
 from ._hopper_launch import (
     HOPPER_TOKENS,
@@ -74,9 +73,8 @@ from ._launch import (
 from ._launcher import run
 
 # A tile of phi is [rows of parts, channels].
-PHI_TILE = (16, STREAM_TILE[1])
+PHI_TILE = (PART_ROWS.value, STREAM_TILE[1])
 MAX_PART_ROWS = 4 * PHI_TILE[0]
-PART_ROWS = gl.constexpr(PHI_TILE[0])
 SLOTS = gl.constexpr(2)
 # For each thread of the warps that move rows which begin anywhere: with fewer they spill more.
 MOVE_REGISTERS = gl.constexpr(120)
@@ -143,21 +141,9 @@ def _token_of_row(r):
 
 @gluon.jit
 def _load_dz(dz_parts, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Both parts of a group's dz, as the left operands of the dots: 64 rows by 16 rows of phi's parts."""
+    """Of a group."""
     r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, layout))
-    t = first.to(gl.int64) + _token_of_row(r)
-    is_low = ((r // 8) % 2 == 1)[:, None]
-    dz = ()
-    for part in gl.static_range(PARTS):
-        if part * PART_ROWS >= P and P % PART_ROWS == 0:
-            dz = dz + (dz[part - P // PART_ROWS],)  # of the same rows of phi
-        else:
-            k = part * PART_ROWS + gl.arange(0, PART_ROWS, gl.SliceLayout(0, layout))
-            p = k % P
-            column = gl.where(is_low, part_column(p, 1)[None, :], part_column(p, 0)[None, :])
-            exists = (t < T)[:, None] & (k < 2 * P)[None, :]
-            dz = dz + (gl.load(dz_parts + t[:, None] * WIDTH + column, mask=exists, other=0.0),)
-    return dz
+    return load_dz(dz_parts, first.to(gl.int64) + _token_of_row(r), T, P, PARTS, WIDTH, layout)
 
 
 @gluon.jit
@@ -178,28 +164,11 @@ def _staged_dz(dz, group, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_columns(pointer, t, live, COUNT: gl.constexpr):
-    """`load_per_token` with loads as wide as there are: COUNT, a power of two, columns [tokens, 1]."""
-    like = ()
-    for _ in gl.static_range(COUNT):
-        like = like + (t,)
-    layout: gl.constexpr = gl.reshape(join_last(like), (GROUP, COUNT)).type.layout
-    row = gl.convert_layout(t, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
-    exists = gl.convert_layout(live, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
-    offsets = row * COUNT + gl.arange(0, COUNT, gl.SliceLayout(0, layout))[None, :]
-    values = split_last(load_float(pointer, offsets, exists), COUNT)
-    columns = ()
-    for k in gl.static_range(COUNT):
-        columns = columns + (gl.convert_layout(values[k], t.type.layout, assert_trivial=True)[:, None],)
-    return columns
-
-
-@gluon.jit
 def _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N: gl.constexpr):
     """Of each token: w, k, post, H, and with a norm what x_in was collapsed with, in terms of x and f."""
     live = t < T
-    weights, posts = _load_columns(read_weights, t, live, N), _load_columns(post, t, live, N)
-    mixes = () if res is None else _load_columns(res, t, live, N * N)
+    weights, posts = load_columns(read_weights, t, live, N), load_columns(post, t, live, N)
+    mixes = () if res is None else load_columns(res, t, live, N * N)
     k = load_float(k_share, t, live)
     if k_more is not None:
         k += load_float(k_more, t, live)

@@ -25,7 +25,6 @@ from torch import Tensor
 from mhckit.ops._register import empty
 
 from ._device import (
-    bfloat16_parts,
     channels_exist,
     end_dots,
     fold,
@@ -34,6 +33,7 @@ from ._device import (
     load_streams,
     rounded,
     row_start,
+    stacked_parts,
     store_as,
     sum_parts,
     tokens_of_program,
@@ -76,9 +76,10 @@ from ._launcher import Form, other_forms, run
 from ._partial_sums import CHAIN, end_pairs, no_pairs, push
 
 if HAS_GLUON:
+    from . import _write_project_eight as _eight
     from . import _write_project_hopper as _hopper
 else:
-    _hopper = None
+    _hopper = _eight = None
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -249,7 +250,7 @@ def _add_projection(
         if norm_weight is not None:
             rows *= load_float(norm_weight, k, here)[None, :]
         if y_tile.dtype == tl.bfloat16:
-            sums = sums + (tl.dot(_stacked_parts(rows, PTX), tl.trans(y_tile), z[block]),)
+            sums = sums + (tl.dot(stacked_parts(rows, PTX), tl.trans(y_tile), z[block]),)
         else:
             sums = sums + (tl.dot(rows, tl.trans(y_tile.to(tl.float32)), z[block], input_precision=PRECISION),)
     return sums
@@ -261,16 +262,6 @@ def _side_by_side(left, right):
     TOKENS: tl.constexpr = left.shape[0]
     WIDTH: tl.constexpr = left.shape[1]
     return tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), (TOKENS, 2 * WIDTH))
-
-
-@triton.jit
-def _stacked_parts(rows, PTX: tl.constexpr):
-    """[2 ROWS, channels]: high and low parts, in the order of `part_column`."""
-    ROWS: tl.constexpr = rows.shape[0]
-    COLUMNS: tl.constexpr = rows.shape[1]
-    high, low = bfloat16_parts(rows, PTX)
-    stacked = tl.permute(tl.reshape(tl.join(high, low), (ROWS // 8, 8, COLUMNS, 2)), (0, 3, 1, 2))
-    return tl.reshape(stacked, (2 * ROWS, COLUMNS))
 
 
 class Projection(NamedTuple):
@@ -352,7 +343,8 @@ def _project(
     hopper = _hopper_form(args)
     if hopper is not None:
         hopper_programs, hopper_width = cdiv(T, HOPPER_TOKENS), hopper_slice_width(C)
-        hopper_span = write_project_span(C, hopper_programs, x.device)
+        in_parts = hopper.kernel is not _eight.write_project_eight_kernel
+        hopper_span = write_project_span(C, hopper_programs, x.device) if in_parts else hopper_width
         # Where a slice is one sum, the plain form's sums are others, and a token's must not depend on its batch.
         if sums is None or fills(hopper_programs * _slots(C, hopper_width, hopper_span), x.device):
             form, programs, many, width, span = hopper, hopper_programs, False, hopper_width, hopper_span
@@ -396,14 +388,17 @@ def _form(args: tuple[Any, ...]) -> Form:
 
 
 def _hopper_form(args: tuple[Any, ...]) -> Form | None:
-    """For four streams of bfloat16; phi has as many rows as a dot takes, or fewer."""
-    x, f, phi, y, x_in = args[0], args[1], args[5], args[8], args[9]
+    """For four streams of bfloat16, or eight that are mixed; phi has as many rows as dots take, or fewer."""
+    x, f, res, phi, y, x_in = args[0], args[1], args[4], args[5], args[8], args[9]
     if _hopper is None or f is None or phi is None or not has_hopper_forms(x.device):
         return None
     narrow = all(tensor.dtype == BFLOAT for tensor in (x, f, y, x_in) if tensor is not None)
     (rows, _), (streams, channels) = phi.shape, x.shape[-2:]
-    fits = streams == 4 and rows <= _hopper.MAX_ROWS and has_hopper_channels(channels)
-    if not narrow or phi.dtype != FLOAT or not fits:
+    if not narrow or phi.dtype != FLOAT:
+        return None
+    if streams == 8 and res is not None and _eight.takes(channels, rows):
+        return Form(_eight.write_project_eight_kernel, dict(num_warps=8))
+    if streams != 4 or rows > _hopper.MAX_ROWS or not has_hopper_channels(channels):
         return None
     width, step = hopper_slice_width(channels), hopper_step(channels)
     constants = dict(N=streams, WIDTH=width, STEP=step, WORD=hopper_word(channels), num_warps=8)

@@ -1,0 +1,33 @@
+"""Products of 8 x 8 matrices, one of each token, on tensor cores.
+
+A warp holds a matrix as its tensor cores take a part of an operand: lane 4 r + c has columns 2 c and 2 c + 1 of row r.
+A tensor [tokens * 8, 8] in the layout MATRICES is a matrix of each token; each of eight warps has every eighth token's.
+
+    transposed(a)                   a^T                         a of bfloat16
+    add_products(y, z, a, b, c)     y + a c^T and z + b c^T     y and z of float32, the others of bfloat16
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+MATRICES = gl.constexpr(gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0]))
+
+
+@gluon.jit
+def transposed(a):
+    return gl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [a], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def add_products(y, z, a, b, c):
+    """One instruction for each token: a and b are the upper and the lower half of its left operand."""
+    return gl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$8, $9}, {$10}, {$4, $5, $6, $7};",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r",
+        [y, z, a, b, c],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=2,
+    )

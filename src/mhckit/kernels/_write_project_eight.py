@@ -1,0 +1,307 @@
+"""F1 on Hopper for eight streams of bfloat16: what `_write_project` computes, for any number of tokens.
+
+As in `_write_project_hopper` every kind of work has warps of its own:
+
+    load        the copy engine brings the streams and f, 64 tokens x 64 channels, into one of two slots
+    write       eight warps turn the streams in a slot into y, f into x_in, and sum the squares
+    store       the copy engine takes both out of the slot
+    load_phi    the copy engine brings the pieces of phi, 32 channels of four streams each
+    project     four warps split phi in bfloat16 parts, in place, and multiply y with them, also in place
+
+A program has 64 tokens, since phi, twice as many bytes as eight streams of 32 tokens, has to be shared, and a slice of
+channels, whose products are one sum. Coefficients, 72 for each token, are loaded anew for every step, from L1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ._descriptors import Tiles, shared_layout, tiled_arguments
+from ._device import collapse, fold, join_last, load_float, rounded, stacked_parts
+from ._hopper_columns import load_columns
+from ._hopper_copies import COPY_REGISTERS
+from ._hopper_launch import HOPPER_TOKENS
+from ._launch import SUM_WIDTH
+
+STREAMS = 8
+# Channels of a slot; and channels and streams of a piece of phi.
+SLOT_CHANNELS = 64
+PIECE_CHANNELS = 32
+PIECE_STREAMS = 4
+# Rows of phi in a tile, and how many tiles there are.
+PHI_ROWS = 16
+PHI_TILES = 5
+
+TOKENS = gl.constexpr(HOPPER_TOKENS)
+HALF = gl.constexpr(HOPPER_TOKENS // 2)
+N = gl.constexpr(STREAMS)
+WIDTH = gl.constexpr(SLOT_CHANNELS)
+PIECE = gl.constexpr(PIECE_CHANNELS)
+TOGETHER = gl.constexpr(PIECE_STREAMS)
+ROUNDS = gl.constexpr(STREAMS // PIECE_STREAMS)  # pieces of the same channels
+ROWS = gl.constexpr(PHI_ROWS)
+TILES = gl.constexpr(PHI_TILES)
+SLOTS = gl.constexpr(2)
+PIECES = gl.constexpr(2)
+SHARED = gl.constexpr(shared_layout(2, SLOT_CHANNELS))
+PHI_LAYOUT = gl.constexpr(shared_layout(4, PIECE_CHANNELS))
+PARTS_LAYOUT = gl.constexpr(shared_layout(2, PIECE_CHANNELS))
+PROJECT_REGISTERS = gl.constexpr(168)
+
+
+@gluon.jit
+def _load(x, f, x_slots, f_slots, loaded, free, first, begin, end, C: gl.constexpr):
+    for step in range((end - begin) // WIDTH):
+        slot, channel = step % SLOTS, begin + step * WIDTH
+        mbarrier.wait(free.index(slot), step // SLOTS % 2 ^ 1)
+        arrived = loaded.index(slot)
+        mbarrier.expect(arrived, (N + 1) * TOKENS * WIDTH * 2)
+        for i in gl.static_range(N):
+            at = [first, i * C + channel]
+            tma.async_copy_global_to_shared(x, at, arrived, _stream(x_slots, slot, i))
+        tma.async_copy_global_to_shared(f, [first, channel], arrived, f_slots.index(slot))
+
+
+@gluon.jit
+def _store(y, x_in, x_slots, f_slots, written, free, first, begin, end, C: gl.constexpr):
+    for step in range((end - begin) // WIDTH):
+        slot, channel = step % SLOTS, begin + step * WIDTH
+        mbarrier.wait(written.index(slot), step // SLOTS % 2)
+        for i in gl.static_range(N):
+            tma.async_copy_shared_to_global(y, [first, i * C + channel], _stream(x_slots, slot, i))
+        if x_in is not None:
+            tma.async_copy_shared_to_global(x_in, [first, channel], f_slots.index(slot))
+        tma.store_wait(0)
+        mbarrier.arrive(free.index(slot), count=1)
+
+
+@gluon.jit
+def _stream(slots, slot, i: gl.constexpr):
+    return slots.index(slot).slice(i * TOKENS, TOKENS)
+
+
+@gluon.jit
+def _load_phi(phi, pieces, loaded, free, begin, end, C: gl.constexpr):
+    for piece in range((end - begin) // PIECE * ROUNDS):
+        slot = piece % PIECES
+        arrived = loaded.index(slot)
+        mbarrier.wait(free.index(slot), piece // PIECES % 2 ^ 1)
+        mbarrier.expect(arrived, TOGETHER * TILES * ROWS * PIECE * 4)
+        for i in gl.static_range(TOGETHER):
+            column = (piece % ROUNDS * TOGETHER + i) * C + begin + piece // ROUNDS * PIECE
+            for r in gl.static_range(TILES):
+                tile = pieces.index((slot * TOGETHER + i) * TILES + r)
+                tma.async_copy_global_to_shared(phi, [r * ROWS, column], arrived, tile)
+
+
+@gluon.jit
+def _write(
+    x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T, begin, end, split,
+    COLLAPSES: gl.constexpr,
+):  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    t = first.to(gl.int64) + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    zero = gl.zeros([HALF, WIDTH], gl.float32, layout)
+    nothing = fold(zero, zero, 8, True)
+    square, other_square = nothing, nothing
+    for step in range((end - begin) // WIDTH):
+        slot = step % SLOTS
+        mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
+        for half in gl.static_range(2):
+            f = f_slots.index(slot).slice(half * HALF, HALF).load(layout).to(gl.float32)
+            if f_bias is not None:
+                c = begin + step * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+                f += load_float(f_bias, c, c < end)[None, :]
+            streams = ()
+            for i in gl.static_range(N):
+                tile = _stream(x_slots, slot, i).slice(half * HALF, HALF)
+                streams = streams + (tile.load(layout).to(gl.float32),)
+            ys = ()
+            collapsed = zero
+            mine = t + half * HALF
+            for o in gl.static_range(N):
+                mixed = collapse(load_columns(res, mine * N + o, mine < T, N), streams, N)
+                y = gl.fma(load_float(post, mine * N + o, mine < T)[:, None], f, mixed)  # as `write_stream`
+                y = rounded(y, gl.bfloat16, True)
+                ys = ys + (y,)
+                wide = y.to(gl.float32)
+                if half == 0:
+                    square += fold(wide, wide, 8, True)
+                else:
+                    other_square += fold(wide, wide, 8, True)
+                if COLLAPSES:
+                    weight = load_float(read_weights, mine * N + o, mine < T)[:, None]
+                    collapsed = weight * wide if o == 0 else gl.fma(weight, wide, collapsed)  # as `collapse`
+            tiles = x_slots.index(slot).reshape([N, TOKENS, WIDTH]).slice(half * HALF, HALF, 1)
+            tiles.store(_one_below_the_other(ys))
+            if COLLAPSES:
+                f_slots.index(slot).slice(half * HALF, HALF).store(rounded(collapsed, gl.bfloat16, True))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(written.index(slot), count=1)
+    at = squares + split.to(gl.int64) * T + t
+    _store_squares(at, square, t < T, layout)
+    _store_squares(at + HALF, other_square, t + HALF < T, layout)
+
+
+@gluon.jit
+def _store_squares(at, square, live, layout: gl.constexpr):
+    gl.store(at, gl.convert_layout(gl.sum(square, 1), gl.SliceLayout(1, layout)), mask=live)
+
+
+@gluon.jit
+def _one_below_the_other(tiles):
+    """[tiles, rows, columns]. A thread holds the values that it held of each."""
+    joined = gl.reshape(join_last(tiles), (tiles[0].shape[0], tiles[0].shape[1], len(tiles)))
+    return gl.permute(joined, (2, 0, 1))
+
+
+@gluon.jit
+def _split_phi(pieces, norm_weight, loaded, piece, begin, C: gl.constexpr):
+    """A piece of phi becomes its parts, in place: of each tile eight rows of high parts, then their low ones, twice."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    AT_ONCE: gl.constexpr = 4
+    slot = piece % PIECES
+    mbarrier.wait(loaded.index(slot), piece // PIECES % 2)
+    for first in gl.static_range(0, TOGETHER * TILES, AT_ONCE):
+        parts = ()
+        for k in gl.static_range(first, first + AT_ONCE):
+            rows = pieces.index(slot * TOGETHER * TILES + k).load(layout)
+            if norm_weight is not None:
+                c = begin + piece // ROUNDS * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+                stream = piece % ROUNDS * TOGETHER + k // TILES
+                rows *= load_float(norm_weight, stream * C + c, c < C)[None, :]
+            parts = parts + (stacked_parts(rows, True),)
+        together = gl.reshape(_one_below_the_other(parts), (AT_ONCE * 2 * ROWS, PIECE))
+        _parts_of(pieces, slot * TOGETHER * TILES + first, AT_ONCE).store(together)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _parts_of(pieces, tile, COUNT: gl.constexpr):
+    return pieces.index(tile)._reinterpret(gl.bfloat16, [COUNT * 2 * ROWS, PIECE], PARTS_LAYOUT)
+
+
+@gluon.jit
+def _project(
+    x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end, split,
+    C: gl.constexpr, P: gl.constexpr,
+):  # fmt: skip
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
+    last_mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
+    z = gl.zeros([TOKENS, 4 * 2 * ROWS], gl.float32, mma)
+    last_z = gl.zeros([TOKENS, 2 * ROWS], gl.float32, last_mma)
+    PER_STEP: gl.constexpr = WIDTH // PIECE * ROUNDS
+    count = (end - begin) // PIECE * ROUNDS
+    _split_phi(pieces, norm_weight, phi_loaded, 0, begin, C)
+    for step in range((end - begin) // WIDTH):
+        slot = step % SLOTS
+        mbarrier.wait(written.index(slot), step // SLOTS % 2)
+        for part in gl.static_range(PER_STEP):
+            piece = step * PER_STEP + part
+            for i in gl.static_range(TOGETHER):
+                tile = (piece % PIECES * TOGETHER + i) * TILES
+                y = _stream(x_slots, slot, part % ROUNDS * TOGETHER + i).slice(part // ROUNDS * PIECE, PIECE, 1)
+                z = warpgroup_mma(y, _parts_of(pieces, tile, 4).permute((1, 0)), z, is_async=True)
+                last_z = warpgroup_mma(y, _parts_of(pieces, tile + 4, 1).permute((1, 0)), last_z, is_async=True)
+            if piece + 1 < count:
+                _split_phi(pieces, norm_weight, phi_loaded, piece + 1, begin, C)
+            z, last_z = warpgroup_mma_wait(0, deps=[z, last_z])
+            gl.thread_barrier()
+            mbarrier.arrive(phi_free.index(piece % PIECES), count=1)
+        mbarrier.arrive(free.index(slot), count=1)
+    _store_sums(partials, split, z, 0, first, T, P)
+    _store_sums(partials, split, last_z, 4 * ROWS, first, T, P)
+
+
+@gluon.jit
+def _store_sums(partials, split, z, row: gl.constexpr, first, T, P: gl.constexpr):
+    """Of [tokens, parts], rows of phi from one on."""
+    COUNT: gl.constexpr = z.shape[1] // 2
+    total = gl.reshape(gl.sum(gl.reshape(z, (TOKENS, COUNT // 8, 2, 8)), 2), (TOKENS, COUNT))
+    t = (first.to(gl.int64) + gl.arange(0, TOKENS, gl.SliceLayout(1, total.type.layout)))[:, None]
+    p = row + gl.arange(0, COUNT, gl.SliceLayout(0, total.type.layout))[None, :]
+    gl.store(partials + (split.to(gl.int64) * T + t) * P + p, total, mask=(t < T) & (p < P))
+
+
+@gluon.jit(do_not_specialize=["T"])
+def write_project_eight_kernel(
+    x,
+    f,
+    f_bias,
+    post,
+    res,
+    phi,
+    norm_weight,
+    read_weights,
+    y,
+    x_in,
+    partials,
+    squares,
+    T,
+    span,
+    C: gl.constexpr,
+    P: gl.constexpr,
+):
+    first, split = gl.program_id(0) * TOKENS, gl.program_id(1)
+    begin = split * span
+    end = gl.minimum(begin + span, C)
+    x_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, N * TOKENS, WIDTH], SHARED)
+    f_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TOKENS, WIDTH], SHARED)
+    pieces = gl.allocate_shared_memory(gl.float32, [PIECES * TOGETHER * TILES, ROWS, PIECE], PHI_LAYOUT)
+    loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    written = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    phi_loaded = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
+    phi_free = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(loaded.index(slot), count=1)
+        mbarrier.init(written.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=2)  # of `project`, and of `store`
+    for slot in gl.static_range(PIECES):
+        mbarrier.init(phi_loaded.index(slot), count=1)
+        mbarrier.init(phi_free.index(slot), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    COLLAPSES: gl.constexpr = x_in is not None
+    gl.warp_specialize(
+        [
+            (_write, (x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T, begin,
+                      end, split, COLLAPSES)),
+            (_project, (x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin,
+                        end, split, C, P)),
+            (_load, (x, f, x_slots, f_slots, loaded, free, first, begin, end, C)),
+            (_load_phi, (phi, pieces, phi_loaded, phi_free, begin, end, C)),
+            (_store, (y, x_in, x_slots, f_slots, written, free, first, begin, end, C)),
+        ],
+        [4, 1, 1, 1],
+        [PROJECT_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
+    )  # fmt: skip
+
+
+def takes(channels: int, rows: int) -> bool:
+    """Whether so many channels are whole slots, and so many rows of phi the tiles that there are."""
+    return channels % SUM_WIDTH == 0 and (PHI_TILES - 1) * PHI_ROWS < rows <= PHI_TILES * PHI_ROWS
+
+
+def _tiles(args: tuple[Any, ...], constants: dict[str, Any]) -> dict[int, Tiles]:
+    T, C, P = args[12], args[14], args[15]
+    streams = Tiles((T, STREAMS * C), (HOPPER_TOKENS, SLOT_CHANNELS))
+    rows = Tiles((T, C), (HOPPER_TOKENS, SLOT_CHANNELS))
+    phi = Tiles((P, STREAMS * C), (PHI_ROWS, PIECE_CHANNELS))
+    tiles = {0: streams, 1: rows, 5: phi, 8: streams}
+    return tiles if args[9] is None else tiles | {9: rows}
+
+
+tiled_arguments[write_project_eight_kernel.__name__] = _tiles
