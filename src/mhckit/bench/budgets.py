@@ -29,6 +29,7 @@ from .cases import DTYPE, RECIPE, Case
 ROLES = {
     "write_project_kernel": "F1",
     "write_project_hopper_kernel": "F1",
+    "write_project_eight_kernel": "F1",
     "read_kernel": "F2",
     "read_bwd_kernel": "B",
     "streams_bwd_kernel": "J",

@@ -265,6 +265,7 @@ def _activation_bytes(forward: Callable[[], Tensor]) -> int:
 OWN_KERNELS = (
     "write_project_kernel",
     "write_project_hopper_kernel",
+    "write_project_eight_kernel",
     "read_kernel",
     "read_bwd_kernel",
     "streams_bwd_kernel",

@@ -5,11 +5,11 @@ A module ``mhckit.kernels.<op>`` defines ``<op>_fwd`` and ``<op>_bwd`` with the 
 all operators with parts left out:
 
     _write_project    F1   y = H x + post f, and partial sums of y phi^T; with many tokens, and where rows begin
-                           anywhere, `_write_project_hopper`
+                           anywhere, `_write_project_hopper`; with eight streams `_write_project_eight`
     _read             F2   coefficients from these sums, and the collapse x_in = w . y
     _read_bwd         B    backward of F2 up to the logits
     _streams_bwd      J    gradient of y from all its uses, through the write-back to dx, df, dH, dpost; where it can,
-                           as `_streams_bwd_hopper`
+                           as `_streams_bwd_hopper`, with eight streams `_streams_bwd_eight`
     _parameters_bwd   P    dphi and other sums over tokens, and the last kernel, which ends every sum left in slots
     _pack                  phi (and a dz that B did not make) as bfloat16 parts, for J and P
 

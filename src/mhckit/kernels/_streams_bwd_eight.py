@@ -73,7 +73,7 @@ PHI_LAYOUT = gl.constexpr(shared_layout(2, PIECE_COLUMNS))
 # [tokens, streams side by side]: a warp stores eight tokens at once, and loads all of one.
 EXCHANGED = gl.constexpr(gl.SwizzledSharedLayout(PIECE_CHANNELS, 1, STREAMS, [1, 0]))
 # As MATRICES, [tokens, N, columns].
-BY_TOKEN = gl.constexpr(gl.BlockedLayout([1, 1, 2], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
+BY_TOKEN = gl.constexpr(gl.BlockedLayout([8, 1, 2], [1, 8, 4], [8, 1, 1], [2, 1, 0]))
 MULTIPLY_REGISTERS = gl.constexpr(104)
 
 
@@ -266,19 +266,20 @@ def _compute(
 
 @gluon.jit
 def _post_of_lanes(post, first, T):
-    """Both parts of post: in row r of its tokens' matrices a warp has the r-th one's."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [1, WARPS, 1], [2, 1, 0])
-    rows: gl.constexpr = gl.SliceLayout(0, layout)
-    r = gl.arange(0, WARPS * N, gl.SliceLayout(1, rows))
-    o = gl.arange(0, N, gl.SliceLayout(0, rows))[None, :]
-    t = (first.to(gl.int64) + r % N * WARPS + r // N)[:, None]
+    """Both parts of post: a warp has in row r of all of its eight matrices the r-th one's."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2], [1, 1, 8, 4], [8, 1, 1, 1], [3, 2, 1, 0])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, rows)))[:, None, None]
+    r = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(2, rows)))[None, :, None]
+    o = gl.arange(0, N, gl.SliceLayout(0, gl.SliceLayout(1, rows)))[None, None, :]
+    t = first.to(gl.int64) + warp * N + r
     high, low = bfloat16_parts(load_float(post, t * N + o, t < T), True)
-    return _for_each_token(high), _for_each_token(low)
+    return _for_each_matrix(high), _for_each_matrix(low)
 
 
 @gluon.jit
-def _for_each_token(rows):
-    wide = gl.expand_dims(rows, 0).broadcast_to([TOKENS // WARPS, WARPS * N, N])
+def _for_each_matrix(rows):
+    wide = gl.expand_dims(rows, 1).broadcast_to([WARPS, TOKENS // WARPS, N, N])
     return gl.convert_layout(gl.reshape(wide, (TOKENS * N, N)), MATRICES, assert_trivial=True)
 
 
@@ -286,9 +287,9 @@ def _for_each_token(rows):
 def _of_lanes(df):
     """[tokens, channels], from matrices that have it in the row whose lanes have their token's post."""
     r = gl.arange(0, TOKENS * N, gl.SliceLayout(1, MATRICES))
-    mine = (r // (N * WARPS) == r % N)[:, None]
-    kept = gl.reshape(gl.where(mine, df, 0.0), (TOKENS // WARPS, WARPS, N, PIECE))
-    return gl.reshape(gl.permute(gl.sum(kept, 0), (1, 0, 2)), (TOKENS, PIECE))
+    mine = (r // N % N == r % N)[:, None]
+    kept = gl.reshape(gl.where(mine, df, 0.0), (WARPS, TOKENS // WARPS, N, PIECE))
+    return gl.reshape(gl.sum(kept, 1), (TOKENS, PIECE))
 
 
 @gluon.jit
@@ -300,9 +301,9 @@ def _piece_of(slots, slot, part: gl.constexpr):
 def _matrices_of(exchanged):
     """z of a piece, [tokens, N side by side], as matrices."""
     layout: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [8, 0], [16, 0], [32, 0]],
+        [[0, 1], [1, 0], [2, 0], [4, 0]],
         [[0, 2], [0, 4], [0, 8], [0, 16], [0, 32]],
-        [[1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0], [32, 0]],
         [],
         [TOKENS, COLUMNS],
     )

@@ -1,7 +1,7 @@
 """Products of 8 x 8 matrices, one of each token, on tensor cores.
 
 A warp holds a matrix as its tensor cores take a part of an operand: lane 4 r + c has columns 2 c and 2 c + 1 of row r.
-A tensor [tokens * 8, 8] in the layout MATRICES is a matrix of each token; each of eight warps has every eighth token's.
+A tensor [512, 8] in the layout MATRICES is a matrix of each of 64 tokens, of which eight warps have eight each.
 
     transposed(a)                   a^T                         a of bfloat16
     add_products(y, z, a, b, c)     y + a c^T and z + b c^T     y and z of float32, the others of bfloat16
@@ -10,7 +10,15 @@ A tensor [tokens * 8, 8] in the layout MATRICES is a matrix of each token; each 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MATRICES = gl.constexpr(gl.BlockedLayout([1, 2], [8, 4], [8, 1], [1, 0]))
+MATRICES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [8, 0], [16, 0], [32, 0]],
+        lane_bases=[[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[64, 0], [128, 0], [256, 0]],
+        block_bases=[],
+        shape=[512, 8],
+    )
+)
 
 
 @gluon.jit
