@@ -428,7 +428,7 @@ def _stack_allowed(launch: Launch) -> int:
 
 
 def _is_fast_path(launch: Launch) -> bool:
-    """4 streams of bfloat16, and channels that are loaded 16 bytes at a time."""
+    """4 streams of bfloat16, or 8 in kernels of their own, and channels that are loaded 16 bytes at a time."""
     constants, types = dict(launch.constants), dict(launch.signature)
     streams = constants["MATH"].streams if "MATH" in constants else constants.get("N", 4)
     activation = next((types[name] for name in ("x", "y", "g") if types.get(name, "constexpr") != "constexpr"), "*bf16")

@@ -10,9 +10,9 @@ from accuracy import PARAMETERS, assert_accurate, cotangents_of, poisoned_memory
 from recipes import every_recipe
 from torch import Tensor
 
-from mhckit.kernels import _launcher, _streams_bwd
-from mhckit.kernels._hopper_launch import has_hopper_forms, write_sums_width
-from mhckit.kernels._launch import cdiv, slice_width
+from mhckit.kernels import _launcher, _streams_bwd, _write_project
+from mhckit.kernels._hopper_launch import chunk_width, has_hopper_forms
+from mhckit.kernels._launch import cdiv
 from mhckit.testing import Call, make_call
 
 DEVICE = torch.device("cuda")
@@ -69,7 +69,7 @@ def test_sizes(tokens: int, channels: int, launched: dict[str, tuple[int, ...]])
     """One token, sums over channels that end early and on time, one slice and several."""
     with poisoned_memory():
         assert_accurate(_call("deepseek_v4", tokens, channels))
-    assert launched[F1] == (cdiv(tokens, 64), cdiv(channels, slice_width(channels))) and J in launched
+    assert launched[F1] == launched[J] == (cdiv(tokens, 64), cdiv(channels, chunk_width(channels)))
 
 
 @pytest.mark.parametrize(("name", "options", "forms"), [
@@ -93,11 +93,12 @@ def test_however_programs_share_the_channels(
 ) -> None:
     """The last sum is shorter than the others, but for 4096 channels."""
     call = _call("deepseek_v41", 130, channels, without=("f_bias", "out_norm_weight"))
-    width, results = write_sums_width(channels), []
+    width, results = chunk_width(channels), []
     for sums in (1, 2, cdiv(channels, width)):
-        monkeypatch.setattr(_streams_bwd._eight, "streams_bwd_span", lambda *_args, sums=sums: sums * width)
+        for module in (_streams_bwd._eight, _write_project._eight):
+            monkeypatch.setattr(module, "chunks_span", lambda *_args, sums=sums: sums * width)
         results.append(run(call, "triton"))
-        assert launched[J] == (3, cdiv(channels, sums * width))
+        assert launched[F1] == launched[J] == (3, cdiv(channels, sums * width))
     _assert_same(results[1], results[0])
     _assert_same(results[2], results[0])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mhckit.bench.launches import device_events
 from mhckit.kernels import _launcher, _streams_bwd
-from mhckit.kernels._hopper_launch import has_hopper_forms, write_sums_width
+from mhckit.kernels._hopper_launch import chunk_width, has_hopper_forms
 from mhckit.kernels._launch import cdiv
 from mhckit.testing import Call, make_call
 
@@ -95,10 +95,10 @@ def test_however_programs_share_the_channels(
 ) -> None:
     """The last sum is shorter than the others, but for 4096 channels."""
     call = _call("deepseek_v41", 130, channels, without=("f_bias", "out_norm_weight"))
-    width, results = write_sums_width(channels), []
+    width, results = chunk_width(channels), []
     assert cdiv(channels, width) > 1
     for sums in (1, 2, cdiv(channels, width)):
-        monkeypatch.setattr(_streams_bwd._hopper, "streams_bwd_span", lambda *_args, sums=sums: sums * width)
+        monkeypatch.setattr(_streams_bwd._hopper, "chunks_span", lambda *_args, sums=sums: sums * width)
         results.append(run(call, "triton"))
         assert _grid(launched) == (3, cdiv(channels, sums * width))
     _assert_same(results[1], results[0])

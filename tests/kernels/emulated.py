@@ -127,14 +127,18 @@ def forms(tokens: int, channels: int, rows: int = 24) -> None:
 
 @app.command()
 def shares(channels: int, streams: int = 4) -> None:
-    """J has the same bits however programs share the channels, of which here each step has a sum of its own."""
+    """J has the same bits however programs share the channels, of which here each step has a sum of its own; with
+    eight streams F1, too.
+    """
     recipe = RECIPES["deepseek_v41"].replace(streams=streams)
     call = call_of("junction", recipe, 33, channels, "f_bias,out_norm_weight")
     width, results = hopper_step(channels), []
-    form = _eight_bwd if streams == 8 else _hopper_bwd
-    form.write_sums_width = lambda channels: width
+    forms = (_eight_fwd, _eight_bwd) if streams == 8 else (_hopper_bwd,)
+    for form in forms:
+        form.chunk_width = lambda channels: width
     for sums in (cdiv(channels, width), 2, 1):
-        form.streams_bwd_span = lambda *_args, sums=sums: sums * width
+        for form in forms:
+            form.chunks_span = lambda *_args, sums=sums: sums * width
         with emulated() as gpu, poisoned_memory():
             results.append(run(call, "triton"))
         assert (EIGHT_J if streams == 8 else J) in gpu.names

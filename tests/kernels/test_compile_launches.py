@@ -141,36 +141,50 @@ except OutOfResources:
 """
 
 
-WRITE_BACK = """
+ANY_TOKENS = """
 import torch
 from triton import knobs
 
 from hopper import launched
 from mhckit.kernels._gradients import CollapseGradient, ProjectionGradient, Write
+from mhckit.kernels._launch import packed_dz_width
 from mhckit.kernels._pack import empty_phi_parts
 from mhckit.kernels._streams_bwd import hopper_phi_layout, write_streams_bwd
+from mhckit.kernels._write_project import write_project
 
 heard = []
 knobs.compilation.listener = lambda **facts: heard.append(facts["src"].name)
 torch.cuda.current_device = lambda: 0
 torch._C._cuda_getDevice = lambda: 0
 torch._C._cuda_getCurrentRawStream = lambda device: 0
-rows, channels = 8, 2048
+rows, channels = N * (N + 2), 2048
+
+
+def forward(tokens):
+    x, f = (torch.zeros(tokens, *rest, channels, dtype=torch.bfloat16) for rest in ((N,), ()))
+    write_project(x, f, None, torch.zeros(tokens, N), torch.zeros(tokens, N, N), torch.zeros(rows, N * channels), None)
 
 
 def backward(tokens):
-    x, f = (torch.zeros(tokens, *rest, channels, dtype=torch.bfloat16) for rest in ((4,), ()))
-    post, k, dz = torch.zeros(tokens, 4), torch.zeros(tokens), torch.zeros(tokens, 64, dtype=torch.bfloat16)
-    write = Write(f, None, post, None)
+    x, f = (torch.zeros(tokens, *rest, channels, dtype=torch.bfloat16) for rest in ((N,), ()))
+    post, k = torch.zeros(tokens, N), torch.zeros(tokens)
+    dz = torch.zeros(tokens, packed_dz_width(rows), dtype=torch.bfloat16)
+    write = Write(f, None, post, torch.zeros(tokens, N, N))
     layout = hopper_phi_layout(x, x, f, write, rows)
-    parts = empty_phi_parts(torch.zeros(rows, 4 * channels), 4, layout)
+    parts = empty_phi_parts(torch.zeros(rows, N * channels), N, layout)
     write_streams_bwd(x, x, CollapseGradient(f, post), ProjectionGradient(dz, k, None, parts, rows), write, False)
 
 
-for tokens in (1, 7, 128, 4097, 64 * 132, 0):
-    backward(tokens)
-assert launched == [(1, 2, 1), (1, 2, 1), (2, 2, 1), (65, 2, 1), (132, 1, 1)], launched
-assert heard == ["streams_bwd_hopper_kernel"], "once, however many tokens there are and programs share the channels"
+kernels = {"streams_bwd_hopper_kernel": backward}
+if N == 8:
+    kernels = {"write_project_eight_kernel": forward, "streams_bwd_eight_kernel": backward}
+for kernel, call in kernels.items():
+    launched.clear()
+    heard.clear()
+    for tokens in (1, 7, 128, 4097, 64 * 132, 0):
+        call(tokens)
+    assert launched == [(1, 2, 1), (1, 2, 1), (2, 2, 1), (65, 2, 1), (132, 1, 1)], launched
+    assert heard == [kernel], "once, however many tokens there are and programs share the channels"
 """
 
 
@@ -263,7 +277,8 @@ two_forms = pytest.mark.skipif(not HAS_GLUON, reason="a kernel for Hopper, of on
 @pytest.mark.parametrize("code", [
     pytest.param(CODE, id="warm-up"),
     pytest.param(FORMS, id="forms of a first launch", marks=two_forms),
-    pytest.param(WRITE_BACK, id="any number of tokens", marks=two_forms),
+    pytest.param("N = 4" + ANY_TOKENS, id="any number of tokens", marks=two_forms),
+    pytest.param("N = 8" + ANY_TOKENS, id="any number of tokens of eight streams", marks=two_forms),
     pytest.param(CALL, id="kernels of a first call"),
 ])  # fmt: skip
 def test_what_is_compiled_is_what_launches_look_up(code: str, tmp_path: Path) -> None:

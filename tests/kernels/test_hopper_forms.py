@@ -15,14 +15,14 @@ from mhckit.kernels._descriptors import described, describing, signature_of, til
 from mhckit.kernels._gradients import Write
 from mhckit.kernels._hopper_launch import (
     HAS_GLUON,
+    chunk_width,
+    chunks_span,
     fills,
     has_hopper_forms,
     hopper_step,
     hopper_word,
-    streams_bwd_span,
-    write_sums_width,
 )
-from mhckit.kernels._launch import SUM_WIDTH, phi_layout, slice_width
+from mhckit.kernels._launch import SUM_WIDTH, phi_layout
 from mhckit.kernels._pack import pack_phi
 
 if not HAS_GLUON:
@@ -62,7 +62,7 @@ def test_both_forms_take_the_same_arguments() -> None:
     count = len(_args())
     assert KERNEL.arg_names[:count] == _write_project.write_project_kernel.arg_names[:count]
     assert KERNEL.arg_names[count:] == ["N", "WIDTH", "STEP", "WORD"]
-    assert EIGHT.arg_names == KERNEL.arg_names[:count]
+    assert EIGHT.arg_names == [*KERNEL.arg_names[:count], "CHUNK"]
 
 
 def test_a_step_is_one_sum() -> None:
@@ -101,9 +101,7 @@ def test_which_launches_have_the_form(on_hopper: None, change: dict[str, Any], e
 
 @pytest.mark.parametrize(("change", "exists"), [
     ({}, True),
-    ({"rows": 65}, True),
-    ({"rows": 64}, False),  # less than the tiles of phi that there are
-    ({"rows": 81}, False),
+    ({"rows": 79}, False),  # not those of all coefficients
     ({"channels": 192}, False),
     ({"channels": 257}, False),
     ({"mixes": False}, False),
@@ -114,25 +112,24 @@ def test_which_launches_have_the_form_for_eight_streams(
     on_hopper: None, change: dict[str, Any], exists: bool
 ) -> None:  # fmt: skip
     args = _args(**({"streams": 8, "rows": 80, "mixes": True} | change))
-    form = _write_project._hopper_form(args)
-    assert (form is not None) == exists
-    if form is not None:
-        assert form.kernel is EIGHT and _launcher.forms(form.kernel, args, form.constants) == [form]
+    assert _write_project._has_form_for_eight(args) == exists
+    assert _write_project._hopper_form(args) is None
 
 
-def test_eight_streams_have_one_form(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the number of tokens: a slice of channels is one sum, which the plain form adds up in another order."""
+@pytest.mark.parametrize(("tokens", "grid"), [(0, (0, 1)), (1, (1, 4)), (4096, (64, 2)), (8192, (128, 1))])
+def test_programs_share_the_channels_of_eight_streams(
+    on_hopper: None, tokens: int, grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And there are as many sums whatever the number of tokens."""
     launched: list[tuple[Any, tuple[int, ...], int]] = []
     monkeypatch.setattr(
-        _write_project, "run", lambda kernel, grid, *args, **_constants: launched.append((kernel, grid, args[13]))
+        _write_project_eight, "run", lambda kernel, grid, *args, **_constants: launched.append((kernel, grid, args[13]))
     )
-    for tokens in (0, 1, 64, 8192):
-        x, f, _, post, res, phi, *_ = _args(tokens=tokens, streams=8, channels=4096, rows=80, mixes=True)
-        _, projection = _write_project.write_project(x, f, None, post, res, phi, None)
-        width = slice_width(4096)
-        assert launched.pop() == (EIGHT, (-(-tokens // 64), 4096 // width), width)
-        assert projection.z.shape == (4096 // width, tokens, 80)
-        assert (projection.together, projection.many) == (1, None)
+    x, f, _, post, res, phi, *_ = _args(tokens=tokens, streams=8, channels=4096, rows=80, mixes=True)
+    _, projection = _write_project.write_project(x, f, None, post, res, phi, None)
+    assert launched == [(EIGHT, grid, 4096 // grid[1])]
+    assert projection.z.shape == (4, tokens, 80) and projection.squares.shape == (4, tokens)
+    assert (projection.together, projection.many) == (1, None)
 
 
 def test_mixed_dtypes_do_not(on_hopper: None) -> None:
@@ -316,8 +313,7 @@ def test_which_write_backs_have_the_form(on_hopper: None, change: dict[str, Any]
 
 @pytest.mark.parametrize(("change", "exists"), [
     ({}, True),
-    ({"rows": 1}, True),
-    ({"rows": 81}, False),
+    ({"rows": 79}, False),
     ({"rows": 0}, False),
     ({"mixes": False}, False),
     ({"channels": 192}, False),
@@ -447,6 +443,6 @@ def test_tensors_of_a_write_back_are_described() -> None:
     (1, 129, 240, 240),
 ])  # fmt: skip
 def test_how_many_channels_a_program_of_the_write_back_takes(tokens: int, channels: int, width: int, span: int) -> None:
-    assert write_sums_width(channels) == width and width % hopper_step(channels) == 0
-    assert streams_bwd_span(channels, -(-tokens // 64), CPU) == span
+    assert chunk_width(channels) == width and width % hopper_step(channels) == 0
+    assert chunks_span(channels, -(-tokens // 64), CPU) == span
     assert span % width == 0, "a sum is not shared"

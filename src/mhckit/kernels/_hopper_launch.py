@@ -81,17 +81,17 @@ def write_project_span(channels: int, programs: int, device: torch.device) -> in
     return _busiest([width, *possible], channels, programs, device, width)
 
 
-def write_sums_width(channels: int) -> int:
-    """Channels per partial sum of J for Hopper: one, two, four or eight sums, and where there are several, each but the
-    last over 1024 channels or more.
+def chunk_width(channels: int) -> int:
+    """Channels per partial sum of J for Hopper, and of F1 for eight streams: one, two, four or eight sums, and where
+    there are several, each but the last over 1024 channels or more.
     """
     sums, step = min(8, power_of_2(channels // 1024 + 1) // 2), hopper_step(channels)
     return cdiv(cdiv(channels, max(sums, 1)), step) * step
 
 
-def streams_bwd_span(channels: int, programs: int, device: torch.device) -> int:
-    """Channels per program of J for Hopper where so many programs share the tokens: those of some partial sums."""
-    width = write_sums_width(channels)
+def chunks_span(channels: int, programs: int, device: torch.device) -> int:
+    """Channels per program, where so many programs share the tokens: those of some partial sums."""
+    width = chunk_width(channels)
     sums = cdiv(channels, width)
     spans = [cdiv(sums, parts) * width for parts in (1, 2, 4, 8) if parts <= sums]
     return _busiest(spans, channels, programs, device, channels)

@@ -47,7 +47,6 @@ from ._launch import (
     BFLOAT,
     FLOAT,
     PHI_BLOCK,
-    SUM_WIDTH,
     Launch,
     PhiLayout,
     cdiv,
@@ -309,21 +308,19 @@ def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, pr
 def hopper_phi_layout(x: Tensor, g: Tensor | None, dx_in: Tensor | None, write: Write, rows: int) -> PhiLayout | None:
     """How J's form for Hopper wants phi, or None where it is the plain form that runs, whatever the number of tokens.
 
-    It wants four or eight streams of bfloat16, all of their gradient's parts, a projection of at most 32 or 80 rows,
-    channels that it can take, and no bias; with eight streams a residual map.
+    It wants four streams of bfloat16, all of their gradient's parts, a projection of at most 32 rows, channels that it
+    can take, and no bias; or eight streams that are mixed.
     """
     if _hopper is None or g is None or dx_in is None or write.f_bias is not None or not has_hopper_forms(x.device):
         return None
     streams, channels = x.shape[-2:]
     if not rows or not all(tensor.dtype == BFLOAT for tensor in (x, g, dx_in, write.f)):
         return None
-    if streams == 8:
-        layout, most = _eight.phi_layout(rows), _eight.MAX_PART_ROWS
-        takes = channels % SUM_WIDTH == 0 and write.res is not None
-    else:
-        layout, most = _hopper.phi_layout(rows, channels), _hopper.MAX_PART_ROWS
-        takes = streams == 4 and has_hopper_channels(channels)
-    return layout if takes and layout.rows <= most else None
+    if streams == _eight.STREAMS:
+        return _eight.phi_layout(rows) if write.res is not None and _eight.takes(channels, rows) else None
+    layout = _hopper.phi_layout(rows, channels)
+    fits = layout.rows <= _hopper.MAX_PART_ROWS and has_hopper_channels(channels)
+    return layout if streams == 4 and fits else None
 
 
 def write_streams_bwd(
@@ -335,8 +332,9 @@ def write_streams_bwd(
     need_read_weights: bool,
 ) -> WriteGradients:
     """need_read_weights: whether their gradient is summed here, too."""
-    if hopper_phi_layout(x, g, collapse.dx_in, write, projection.rows) is not None:
-        form = _eight if x.shape[-2] == 8 else _hopper
+    layout = hopper_phi_layout(x, g, collapse.dx_in, write, projection.rows)
+    if layout is not None:
+        form = _hopper if layout.together == 1 else _eight
         return form.write_streams_bwd(x, g, collapse, projection, write, need_read_weights)
     f, f_bias, post, res = write
     T, N, C = tokens_of(x)

@@ -44,8 +44,8 @@ from ._device import bfloat16_parts, load_float, rounded, sum_parts
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
 from ._hopper_copies import COPY_REGISTERS
 from ._hopper_dz import PART_ROWS, load_dz
-from ._hopper_launch import HOPPER_TOKENS, streams_bwd_span, write_sums_width
-from ._launch import FLOAT, PhiLayout, cdiv, packed_dz_width, tokens_of
+from ._hopper_launch import HOPPER_TOKENS, chunk_width, chunks_span
+from ._launch import FLOAT, SUM_WIDTH, PhiLayout, cdiv, packed_dz_width, tokens_of
 from ._launcher import run
 from ._token_matrices import MATRICES, add_products, transposed
 
@@ -57,7 +57,6 @@ PIECE_COLUMNS = STREAMS * PIECE_CHANNELS
 # Rows that the copy engine moves at once, of streams and of parts of phi.
 STREAM_ROWS = 256
 PHI_ROWS = PART_ROWS.value
-MAX_PART_ROWS = 10 * PHI_ROWS
 
 TOKENS = gl.constexpr(HOPPER_TOKENS)
 WARPS = gl.constexpr(8)  # of `compute`
@@ -360,7 +359,7 @@ def streams_bwd_eight_kernel(
     SUMS_READ: gl.constexpr,
     DZ_WIDTH: gl.constexpr,
 ):
-    PARTS: gl.constexpr = (2 * P + PART_ROWS - 1) // PART_ROWS
+    PARTS: gl.constexpr = 2 * P // PART_ROWS
     first = gl.program_id(0) * TOKENS
     begin = gl.program_id(1) * (span // CHUNK) * CHUNK  # = program * span, and the compiler sees that it is aligned
     end = gl.minimum(begin + span, C)
@@ -404,10 +403,14 @@ def streams_bwd_eight_kernel(
     )  # fmt: skip
 
 
+def takes(channels: int, rows: int) -> bool:
+    """Whether so many channels are whole slots, and so many rows of phi are those of all coefficients."""
+    return channels % SUM_WIDTH == 0 and rows == STREAMS * (STREAMS + 2)
+
+
 def phi_layout(rows: int) -> PhiLayout:
     """How the parts of so many rows of phi lie: eight channels of all streams side by side."""
-    padded = cdiv(2 * rows, PHI_ROWS) * PHI_ROWS
-    return PhiLayout(padded, True, PIECE_COLUMNS, 2, PIECE_COLUMNS, STREAMS)
+    return PhiLayout(2 * rows, True, PIECE_COLUMNS, 2, PIECE_COLUMNS, STREAMS)
 
 
 def write_streams_bwd(
@@ -422,8 +425,8 @@ def write_streams_bwd(
     f, _, post, res = write
     assert res is not None
     T, _, C = tokens_of(x)
-    programs, chunk = cdiv(T, HOPPER_TOKENS), write_sums_width(C)
-    span = streams_bwd_span(C, programs, x.device)
+    programs, chunk = cdiv(T, HOPPER_TOKENS), chunk_width(C)
+    span = chunks_span(C, programs, x.device)
     numbers = STREAMS * (1 + STREAMS + need_read_weights)
     gradients = WriteGradients(
         empty(x, *x.shape),

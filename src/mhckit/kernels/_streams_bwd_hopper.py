@@ -55,10 +55,10 @@ from ._hopper_dz import PART_ROWS, load_dz
 from ._hopper_late import allocate_vectors, clear_ends, load_late, own_channels, panel_of
 from ._hopper_launch import (
     HOPPER_TOKENS,
+    chunk_width,
+    chunks_span,
     hopper_step,
     hopper_word,
-    streams_bwd_span,
-    write_sums_width,
 )
 from ._hopper_totals import add_products, store_totals
 from ._hopper_words import VECTOR, WIDTH, WORD_WARPS, begin_step, store_step, vector_of_slot
@@ -438,8 +438,8 @@ def write_streams_bwd(
     """As of `_streams_bwd`; phi has the layout above."""
     f, _, post, res = write
     T, N, C = tokens_of(x)
-    programs, chunk = cdiv(T, HOPPER_TOKENS), write_sums_width(C)
-    span = streams_bwd_span(C, programs, x.device)
+    programs, chunk = cdiv(T, HOPPER_TOKENS), chunk_width(C)
+    span = chunks_span(C, programs, x.device)
     numbers = N * (1 + (N if res is not None else 0) + need_read_weights)
     gradients = WriteGradients(
         empty(x, *x.shape),

@@ -338,13 +338,14 @@ def _project(
     width, sums = slice_width(C), _sum_width(x, f)
     has_two_forms = sums is not None and width > sums
     args = (x, f, f_bias, post, res, phi, norm_weight, collapse.weights, y, collapse.x_in)
+    if _has_form_for_eight(args):
+        return Projection(*_eight.project_partials(args))
     form, programs, span = _form(args), cdiv(T, _launch_of(x, f, phi).block_t), width
     many = may_be_many and has_two_forms and leaves_idle(programs * cdiv(C, width), x.device)
     hopper = _hopper_form(args)
     if hopper is not None:
         hopper_programs, hopper_width = cdiv(T, HOPPER_TOKENS), hopper_slice_width(C)
-        in_parts = hopper.kernel is not _eight.write_project_eight_kernel
-        hopper_span = write_project_span(C, hopper_programs, x.device) if in_parts else hopper_width
+        hopper_span = write_project_span(C, hopper_programs, x.device)
         # Where a slice is one sum, the plain form's sums are others, and a token's must not depend on its batch.
         if sums is None or fills(hopper_programs * _slots(C, hopper_width, hopper_span), x.device):
             form, programs, many, width, span = hopper, hopper_programs, False, hopper_width, hopper_span
@@ -387,17 +388,27 @@ def _form(args: tuple[Any, ...]) -> Form:
     return Form(write_project_kernel, constants)
 
 
+def _hopper_takes(args: tuple[Any, ...]) -> bool:
+    """Streams of bfloat16 that are written and projected."""
+    x, f, phi, y, x_in = args[0], args[1], args[5], args[8], args[9]
+    if not HAS_GLUON or f is None or phi is None or not has_hopper_forms(x.device):
+        return False
+    return phi.dtype == FLOAT and all(tensor.dtype == BFLOAT for tensor in (x, f, y, x_in) if tensor is not None)
+
+
+def _has_form_for_eight(args: tuple[Any, ...]) -> bool:
+    """Eight streams that are mixed, with any number of tokens."""
+    x, res, phi = args[0], args[4], args[5]
+    if not _hopper_takes(args) or x.shape[-2] != _eight.STREAMS or res is None:
+        return False
+    return _eight.takes(x.shape[-1], phi.shape[0])
+
+
 def _hopper_form(args: tuple[Any, ...]) -> Form | None:
-    """For four streams of bfloat16, or eight that are mixed; phi has as many rows as dots take, or fewer."""
-    x, f, res, phi, y, x_in = args[0], args[1], args[4], args[5], args[8], args[9]
-    if _hopper is None or f is None or phi is None or not has_hopper_forms(x.device):
+    """For four streams; phi has as many rows as a dot takes, or fewer."""
+    if not _hopper_takes(args):
         return None
-    narrow = all(tensor.dtype == BFLOAT for tensor in (x, f, y, x_in) if tensor is not None)
-    (rows, _), (streams, channels) = phi.shape, x.shape[-2:]
-    if not narrow or phi.dtype != FLOAT:
-        return None
-    if streams == 8 and res is not None and _eight.takes(channels, rows):
-        return Form(_eight.write_project_eight_kernel, dict(num_warps=8))
+    rows, (streams, channels) = args[5].shape[0], args[0].shape[-2:]
     if streams != 4 or rows > _hopper.MAX_ROWS or not has_hopper_channels(channels):
         return None
     width, step = hopper_slice_width(channels), hopper_step(channels)

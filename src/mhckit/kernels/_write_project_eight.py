@@ -5,17 +5,19 @@ As in `_write_project_hopper` every kind of work has warps of its own:
     load        the copy engine brings the streams and f, 64 tokens x 64 channels, into one of two slots
     write       eight warps turn the streams in a slot into y, f into x_in, and sum the squares
     store       the copy engine takes both out of the slot
-    load_phi    the copy engine brings the pieces of phi, 32 channels of four streams each
+    load_phi    the copy engine brings the pieces of phi, 32 channels of two streams each
     project     four warps split phi in bfloat16 parts, in place, and multiply y with them, also in place
 
-A program has 64 tokens, since phi, twice as many bytes as eight streams of 32 tokens, has to be shared, and a slice of
-channels, whose products are one sum. Coefficients, 72 for each token, are loaded anew for every step, from L1.
+A program has 64 tokens, which share phi: for 32 of them it would be twice the bytes that they read and write. Sums over
+channels end where a chunk of them does, as in `_streams_bwd_hopper`: how many programs share the channels may follow
+the number of tokens. Coefficients, 72 for each token, are loaded anew for every step, from L1.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,21 +28,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mhckit.ops._register import empty
+
 from ._descriptors import Tiles, shared_layout, tiled_arguments
 from ._device import collapse, fold, join_last, load_float, rounded, stacked_parts
 from ._hopper_columns import load_columns
 from ._hopper_copies import COPY_REGISTERS
-from ._hopper_launch import HOPPER_TOKENS
-from ._launch import SUM_WIDTH
+from ._hopper_launch import HOPPER_TOKENS, chunk_width, chunks_span
+from ._launch import FLOAT, SUM_WIDTH, cdiv, tokens_of
+from ._launcher import run
 
 STREAMS = 8
 # Channels of a slot; and channels and streams of a piece of phi.
 SLOT_CHANNELS = 64
 PIECE_CHANNELS = 32
-PIECE_STREAMS = 4
-# Rows of phi in a tile, and how many tiles there are.
+PIECE_STREAMS = 2
+# Of phi: rows, and those of a tile.
+ALL_ROWS = STREAMS * (STREAMS + 2)
 PHI_ROWS = 16
-PHI_TILES = 5
 
 TOKENS = gl.constexpr(HOPPER_TOKENS)
 HALF = gl.constexpr(HOPPER_TOKENS // 2)
@@ -50,13 +55,13 @@ PIECE = gl.constexpr(PIECE_CHANNELS)
 TOGETHER = gl.constexpr(PIECE_STREAMS)
 ROUNDS = gl.constexpr(STREAMS // PIECE_STREAMS)  # pieces of the same channels
 ROWS = gl.constexpr(PHI_ROWS)
-TILES = gl.constexpr(PHI_TILES)
+TILES = gl.constexpr(ALL_ROWS // PHI_ROWS)
 SLOTS = gl.constexpr(2)
-PIECES = gl.constexpr(2)
+PIECES = gl.constexpr(4)  # one in use, one being split, two on their way
 SHARED = gl.constexpr(shared_layout(2, SLOT_CHANNELS))
 PHI_LAYOUT = gl.constexpr(shared_layout(4, PIECE_CHANNELS))
 PARTS_LAYOUT = gl.constexpr(shared_layout(2, PIECE_CHANNELS))
-PROJECT_REGISTERS = gl.constexpr(168)
+PROJECT_REGISTERS = gl.constexpr(160)
 
 
 @gluon.jit
@@ -106,57 +111,71 @@ def _load_phi(phi, pieces, loaded, free, begin, end, C: gl.constexpr):
 
 @gluon.jit
 def _write(
-    x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T, begin, end, split,
-    COLLAPSES: gl.constexpr,
+    x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T, begin, end,
+    COLLAPSES: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
-    t = first.to(gl.int64) + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    # Of the program's own tokens, so that a thread's offsets have 32 bits.
+    t, count, before = gl.arange(0, HALF, gl.SliceLayout(1, layout)), T - first, first.to(gl.int64)
+    post += before * N
+    res += before * (N * N)
+    if COLLAPSES:
+        read_weights += before * N
     zero = gl.zeros([HALF, WIDTH], gl.float32, layout)
-    nothing = fold(zero, zero, 8, True)
-    square, other_square = nothing, nothing
-    for step in range((end - begin) // WIDTH):
-        slot = step % SLOTS
-        mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
-        for half in gl.static_range(2):
-            f = f_slots.index(slot).slice(half * HALF, HALF).load(layout).to(gl.float32)
-            if f_bias is not None:
-                c = begin + step * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-                f += load_float(f_bias, c, c < end)[None, :]
-            streams = ()
-            for i in gl.static_range(N):
-                tile = _stream(x_slots, slot, i).slice(half * HALF, HALF)
-                streams = streams + (tile.load(layout).to(gl.float32),)
-            ys = ()
-            collapsed = zero
-            mine = t + half * HALF
-            for o in gl.static_range(N):
-                mixed = collapse(load_columns(res, mine * N + o, mine < T, N), streams, N)
-                y = gl.fma(load_float(post, mine * N + o, mine < T)[:, None], f, mixed)  # as `write_stream`
-                y = rounded(y, gl.bfloat16, True)
-                ys = ys + (y,)
-                wide = y.to(gl.float32)
-                if half == 0:
-                    square += fold(wide, wide, 8, True)
-                else:
-                    other_square += fold(wide, wide, 8, True)
+    step = 0
+    for chunk in range(begin // CHUNK, gl.cdiv(end, CHUNK)):
+        square = fold(zero, zero, 8, True)
+        other_square = fold(zero, zero, 8, True)
+        for channel in range(chunk * CHUNK, gl.minimum(chunk * CHUNK + CHUNK, end), WIDTH):
+            slot = step % SLOTS
+            mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
+            for half in gl.static_range(2):
+                rows = f_slots.index(slot).slice(half * HALF, HALF)
+                f = rows.load(layout).to(gl.float32)
+                if f_bias is not None:
+                    c = channel + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+                    f += load_float(f_bias, c, c < end)[None, :]
+                streams = ()
+                for i in gl.static_range(N):
+                    tile = _stream(x_slots, slot, i).slice(half * HALF, HALF)
+                    streams = streams + (tile.load(layout).to(gl.float32),)
+                ys = ()
+                collapsed = zero
+                mine = gl.minimum(t + half * HALF, count - 1)  # no result beyond the last token is stored
+                for o in gl.static_range(N):
+                    mixed = collapse(load_columns(res, mine * N + o, None, N), streams, N)
+                    y = gl.fma(gl.load(post + mine * N + o).to(gl.float32)[:, None], f, mixed)  # as `write_stream`
+                    y = rounded(y, gl.bfloat16, True)
+                    ys = ys + (y,)
+                    wide = y.to(gl.float32)
+                    if half == 0:
+                        square += fold(wide, wide, 8, True)
+                    else:
+                        other_square += fold(wide, wide, 8, True)
+                    if COLLAPSES:
+                        weight = gl.load(read_weights + mine * N + o).to(gl.float32)[:, None]
+                        collapsed = weight * wide if o == 0 else gl.fma(weight, wide, collapsed)  # as `collapse`
+                tiles = x_slots.index(slot).reshape([N, TOKENS, WIDTH]).slice(half * HALF, HALF, 1)
+                tiles.store(_one_below_the_other(ys))
                 if COLLAPSES:
-                    weight = load_float(read_weights, mine * N + o, mine < T)[:, None]
-                    collapsed = weight * wide if o == 0 else gl.fma(weight, wide, collapsed)  # as `collapse`
-            tiles = x_slots.index(slot).reshape([N, TOKENS, WIDTH]).slice(half * HALF, HALF, 1)
-            tiles.store(_one_below_the_other(ys))
-            if COLLAPSES:
-                f_slots.index(slot).slice(half * HALF, HALF).store(rounded(collapsed, gl.bfloat16, True))
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(written.index(slot), count=1)
-    at = squares + split.to(gl.int64) * T + t
-    _store_squares(at, square, t < T, layout)
-    _store_squares(at + HALF, other_square, t + HALF < T, layout)
+                    rows.store(rounded(collapsed, gl.bfloat16, True))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(written.index(slot), count=1)
+            step += 1
+        at = squares + chunk.to(gl.int64) * T + before + t
+        _store_squares(at, square, t < count, layout)
+        _store_squares(at + HALF, other_square, t + HALF < count, layout)
 
 
 @gluon.jit
 def _store_squares(at, square, live, layout: gl.constexpr):
     gl.store(at, gl.convert_layout(gl.sum(square, 1), gl.SliceLayout(1, layout)), mask=live)
+
+
+@gluon.jit
+def _chunk_before(channel, CHUNK: gl.constexpr):
+    return ((channel - 1) // CHUNK).to(gl.int64)
 
 
 @gluon.jit
@@ -168,24 +187,29 @@ def _one_below_the_other(tiles):
 
 @gluon.jit
 def _split_phi(pieces, norm_weight, loaded, piece, begin, C: gl.constexpr):
-    """A piece of phi becomes its parts, in place: of each tile eight rows of high parts, then their low ones, twice."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    AT_ONCE: gl.constexpr = 4
-    slot = piece % PIECES
-    mbarrier.wait(loaded.index(slot), piece // PIECES % 2)
-    for first in gl.static_range(0, TOGETHER * TILES, AT_ONCE):
-        parts = ()
-        for k in gl.static_range(first, first + AT_ONCE):
-            rows = pieces.index(slot * TOGETHER * TILES + k).load(layout)
-            if norm_weight is not None:
-                c = begin + piece // ROUNDS * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
-                stream = piece % ROUNDS * TOGETHER + k // TILES
-                rows *= load_float(norm_weight, stream * C + c, c < C)[None, :]
-            parts = parts + (stacked_parts(rows, True),)
-        together = gl.reshape(_one_below_the_other(parts), (AT_ONCE * 2 * ROWS, PIECE))
-        _parts_of(pieces, slot * TOGETHER * TILES + first, AT_ONCE).store(together)
+    """A piece of phi becomes its parts, in place."""
+    COUNT: gl.constexpr = TOGETHER * TILES
+    mbarrier.wait(loaded.index(piece % PIECES), piece // PIECES % 2)
+    for tile in gl.static_range(0, COUNT, 4):  # between two stores the compiler puts a barrier
+        _split_tiles(pieces, norm_weight, piece, tile, 4 if tile + 4 <= COUNT else COUNT - tile, begin, C)
     fence_async_shared()
     gl.thread_barrier()
+
+
+@gluon.jit
+def _split_tiles(pieces, norm_weight, piece, first: gl.constexpr, COUNT: gl.constexpr, begin, C: gl.constexpr):
+    """Of each of COUNT tiles eight rows of high parts, then their low ones, twice."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    here = piece % PIECES * (TOGETHER * TILES) + first
+    parts = ()
+    for k in gl.static_range(COUNT):
+        rows = pieces.index(here + k).load(layout)
+        if norm_weight is not None:
+            c = begin + piece // ROUNDS * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+            stream = piece % ROUNDS * TOGETHER + (first + k) // TILES
+            rows *= load_float(norm_weight, stream * C + c, c < C)[None, :]
+        parts = parts + (stacked_parts(rows, True),)
+    _parts_of(pieces, here, COUNT).store(gl.reshape(_one_below_the_other(parts), (COUNT * 2 * ROWS, PIECE)))
 
 
 @gluon.jit
@@ -195,13 +219,14 @@ def _parts_of(pieces, tile, COUNT: gl.constexpr):
 
 @gluon.jit
 def _project(
-    x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end, split,
-    C: gl.constexpr, P: gl.constexpr,
+    x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end,
+    C: gl.constexpr, P: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
     last_mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
-    z = gl.zeros([TOKENS, 4 * 2 * ROWS], gl.float32, mma)
-    last_z = gl.zeros([TOKENS, 2 * ROWS], gl.float32, last_mma)
+    nothing = gl.zeros([TOKENS, 4 * 2 * ROWS], gl.float32, mma)
+    last_nothing = gl.zeros([TOKENS, 2 * ROWS], gl.float32, last_mma)
+    z, last_z = nothing, last_nothing
     PER_STEP: gl.constexpr = WIDTH // PIECE * ROUNDS
     count = (end - begin) // PIECE * ROUNDS
     _split_phi(pieces, norm_weight, phi_loaded, 0, begin, C)
@@ -221,21 +246,25 @@ def _project(
             gl.thread_barrier()
             mbarrier.arrive(phi_free.index(piece % PIECES), count=1)
         mbarrier.arrive(free.index(slot), count=1)
-    _store_sums(partials, split, z, 0, first, T, P)
-    _store_sums(partials, split, last_z, 4 * ROWS, first, T, P)
+        after = begin + (step + 1) * WIDTH
+        if (after % CHUNK == 0) | (after >= end):
+            chunk = _chunk_before(after, CHUNK)
+            _store_sums(partials, chunk, z, 0, first, T, P)
+            _store_sums(partials, chunk, last_z, 4 * ROWS, first, T, P)
+            z, last_z = nothing, last_nothing
 
 
 @gluon.jit
-def _store_sums(partials, split, z, row: gl.constexpr, first, T, P: gl.constexpr):
+def _store_sums(partials, chunk, z, row: gl.constexpr, first, T, P: gl.constexpr):
     """Of [tokens, parts], rows of phi from one on."""
     COUNT: gl.constexpr = z.shape[1] // 2
     total = gl.reshape(gl.sum(gl.reshape(z, (TOKENS, COUNT // 8, 2, 8)), 2), (TOKENS, COUNT))
     t = (first.to(gl.int64) + gl.arange(0, TOKENS, gl.SliceLayout(1, total.type.layout)))[:, None]
     p = row + gl.arange(0, COUNT, gl.SliceLayout(0, total.type.layout))[None, :]
-    gl.store(partials + (split.to(gl.int64) * T + t) * P + p, total, mask=(t < T) & (p < P))
+    gl.store(partials + (chunk * T + t) * P + p, total, mask=(t < T) & (p < P))
 
 
-@gluon.jit(do_not_specialize=["T"])
+@gluon.jit(do_not_specialize=["T", "span"])
 def write_project_eight_kernel(
     x,
     f,
@@ -253,9 +282,10 @@ def write_project_eight_kernel(
     span,
     C: gl.constexpr,
     P: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):
-    first, split = gl.program_id(0) * TOKENS, gl.program_id(1)
-    begin = split * span
+    first = gl.program_id(0) * TOKENS
+    begin = gl.program_id(1) * (span // CHUNK) * CHUNK  # = program * span, and the compiler sees that it is aligned
     end = gl.minimum(begin + span, C)
     x_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, N * TOKENS, WIDTH], SHARED)
     f_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TOKENS, WIDTH], SHARED)
@@ -278,9 +308,9 @@ def write_project_eight_kernel(
     gl.warp_specialize(
         [
             (_write, (x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T, begin,
-                      end, split, COLLAPSES)),
+                      end, COLLAPSES, CHUNK)),
             (_project, (x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin,
-                        end, split, C, P)),
+                        end, C, P, CHUNK)),
             (_load, (x, f, x_slots, f_slots, loaded, free, first, begin, end, C)),
             (_load_phi, (phi, pieces, phi_loaded, phi_free, begin, end, C)),
             (_store, (y, x_in, x_slots, f_slots, written, free, first, begin, end, C)),
@@ -290,9 +320,23 @@ def write_project_eight_kernel(
     )  # fmt: skip
 
 
+def project_partials(args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    """Of the arguments before them: partial sums of z [chunks, T, P], and of the squares [chunks, T]."""
+    x, phi = args[0], args[5]
+    T, _, C = tokens_of(x)
+    programs, chunk = cdiv(T, HOPPER_TOKENS), chunk_width(C)
+    span = chunks_span(C, programs, x.device)
+    z, squares = empty(phi, cdiv(C, chunk), T, phi.shape[0], dtype=FLOAT), empty(phi, cdiv(C, chunk), T, dtype=FLOAT)
+    run(
+        write_project_eight_kernel, (programs, cdiv(C, span)),
+        *args, z, squares, T, span, C, phi.shape[0], CHUNK=chunk, num_warps=8,
+    )  # fmt: skip
+    return z, squares
+
+
 def takes(channels: int, rows: int) -> bool:
-    """Whether so many channels are whole slots, and so many rows of phi the tiles that there are."""
-    return channels % SUM_WIDTH == 0 and (PHI_TILES - 1) * PHI_ROWS < rows <= PHI_TILES * PHI_ROWS
+    """Whether so many channels are whole slots, and so many rows of phi are those of all coefficients."""
+    return channels % SUM_WIDTH == 0 and rows == ALL_ROWS
 
 
 def _tiles(args: tuple[Any, ...], constants: dict[str, Any]) -> dict[int, Tiles]:
