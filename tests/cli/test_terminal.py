@@ -7,7 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +15,10 @@ import pytest
 import mhckit
 
 # mhckit as a bare package: mhckit/__init__.py, which imports torch, is not run, and the rest is as it is.
+# Interrupts are heard where the tests are not: who runs in the background of a shell's script inherits that.
 BARE = f"""
-import sys, types
+import signal, sys, types
+signal.signal(signal.SIGINT, signal.default_int_handler)
 mhckit = sys.modules["mhckit"] = types.ModuleType("mhckit")
 mhckit.__path__, mhckit.__version__ = [{str(Path(mhckit.__file__).parent)!r}], {mhckit.__version__!r}
 from mhckit.cli import app, main
@@ -55,16 +57,25 @@ with watcher().status("working"):
 
 
 @pytest.fixture
-def start() -> Start:
-    """Start Python code that has ``app`` and ``main``, with these arguments; stdout and stderr are pipes."""
+def start() -> Iterator[Start]:
+    """Start Python code that has ``app`` and ``main``, with these arguments; stdout and stderr are pipes.
+
+    What still runs when the test is over is ended.
+    """
+    started: list[subprocess.Popen[str]] = []
 
     def start(code: str, *arguments: str, env: dict[str, str] | None = None, **files: object) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", f"{BARE}\n{code}", *arguments]
         kept = {name: value for name, value in os.environ.items() if name not in UNSET}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return subprocess.Popen(command, text=True, env=kept | (env or {}), **{**pipes, **files})
+        process = subprocess.Popen(command, text=True, env=kept | (env or {}), **{**pipes, **files})
+        started.append(process)
+        return process
 
-    return start
+    yield start
+    for process in started:
+        with process:  # closes its pipes
+            process.kill()
 
 
 @pytest.mark.parametrize("debug", [[], ["--debug"]], ids=["", "debug"])
