@@ -1,7 +1,6 @@
-"""dz in J for Hopper: both parts of it, as the left operands of dots with the packed parts of phi.
+"""dz in J for Hopper: both parts of it, as the left operands of dots with the packed parts of phi: four exact products.
 
-Of a tensor core's 16 rows eight are high parts and eight the low ones of the same tokens, against both parts of phi:
-four exact products. Rows of phi's parts are taken 16 at a time.
+Rows of phi's parts are taken 16 at a time.
 """
 
 from triton.experimental import gluon
@@ -13,10 +12,10 @@ PART_ROWS = gl.constexpr(16)
 
 
 @gluon.jit
-def load_dz(dz_parts, t, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """[rows, PART_ROWS] for each 16 rows of parts; t: which token's each row is."""
-    r = gl.arange(0, t.shape[0], gl.SliceLayout(1, layout))
-    is_low = ((r // 8) % 2 == 1)[:, None]
+def load_dz(dz_parts, t, is_low, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """[rows, PART_ROWS] for each 16 rows of parts; t: which token's each row is; is_low: which part of it, of all rows
+    or of each.
+    """
     dz = ()
     for part in gl.static_range(PARTS):
         if part * PART_ROWS >= P and P % PART_ROWS == 0:

@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mhckit.ops._register import empty
 
 from ._descriptors import Tiles, shared_layout, tiled_arguments
-from ._device import bfloat16_parts, load_float, rounded, sum_parts
+from ._device import bfloat16_parts, load_float, rounded
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
 from ._hopper_copies import COPY_REGISTERS
 from ._hopper_dz import PART_ROWS, load_dz
@@ -121,42 +121,30 @@ def _load_phi(phi_parts, pieces, loaded, free, begin, end, PARTS: gl.constexpr):
 
 
 @gluon.jit
-def _load_dz(dz_parts, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Of half of the tokens."""
-    r = gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
-    return load_dz(dz_parts, first.to(gl.int64) + r // 16 * 8 + r % 8, T, P, PARTS, WIDTH, layout)
-
-
-@gluon.jit
 def _multiply(
     dz_parts, pieces, exchanged, phi_loaded, phi_free, ready, taken, first, T, begin, end, P: gl.constexpr,
     PARTS: gl.constexpr, DZ_WIDTH: gl.constexpr,
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
-    HALF: gl.constexpr = TOKENS // 2
-    dz = _load_dz(dz_parts, first, T, P, PARTS, DZ_WIDTH, operand)
-    other_dz = _load_dz(dz_parts, first + HALF, T, P, PARTS, DZ_WIDTH, operand)
+    t = first.to(gl.int64) + gl.arange(0, TOKENS, gl.SliceLayout(1, operand))
+    high = load_dz(dz_parts, t, False, T, P, PARTS, DZ_WIDTH, operand)
+    low = load_dz(dz_parts, t, True, T, P, PARTS, DZ_WIDTH, operand)
     zero = gl.zeros([TOKENS, COLUMNS], gl.float32, mma)
     for piece in range((end - begin) // PIECE):
         slot = piece % PIECES
         mbarrier.wait(phi_loaded.index(slot), piece // PIECES % 2)
-        z = _dots(dz, pieces, slot, zero, PARTS)
+        z = zero
+        for part in gl.static_range(PARTS):
+            tile = pieces.index(slot * PARTS + part)
+            z = warpgroup_mma(high[part], tile, z, use_acc=part > 0, is_async=True)
+            z = warpgroup_mma(low[part], tile, z, is_async=True)
+        z = warpgroup_mma_wait(0, deps=[z])
         mbarrier.wait(taken, piece % 2 ^ 1)
-        exchanged.slice(0, HALF).store(sum_parts(z))
-        z = _dots(other_dz, pieces, slot, zero, PARTS)
-        exchanged.slice(HALF, HALF).store(sum_parts(z))
+        exchanged.store(z)
         gl.thread_barrier()
         mbarrier.arrive(phi_free.index(slot), count=1)
         mbarrier.arrive(ready, count=1)
-
-
-@gluon.jit
-def _dots(dz, pieces, slot, zero, PARTS: gl.constexpr):
-    z = zero
-    for part in gl.static_range(PARTS):
-        z = warpgroup_mma(dz[part], pieces.index(slot * PARTS + part), z, use_acc=part > 0, is_async=True)
-    return warpgroup_mma_wait(0, deps=[z])
 
 
 @gluon.jit

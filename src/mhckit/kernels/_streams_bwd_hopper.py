@@ -143,7 +143,8 @@ def _token_of_row(r):
 def _load_dz(dz_parts, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Of a group."""
     r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, layout))
-    return load_dz(dz_parts, first.to(gl.int64) + _token_of_row(r), T, P, PARTS, WIDTH, layout)
+    is_low = (r // 8 % 2 == 1)[:, None]
+    return load_dz(dz_parts, first.to(gl.int64) + _token_of_row(r), is_low, T, P, PARTS, WIDTH, layout)
 
 
 @gluon.jit

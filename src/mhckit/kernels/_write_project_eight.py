@@ -187,29 +187,29 @@ def _one_below_the_other(tiles):
 
 @gluon.jit
 def _split_phi(pieces, norm_weight, loaded, piece, begin, C: gl.constexpr):
-    """A piece of phi becomes its parts, in place."""
+    """A piece of phi becomes its parts, in place: of each tile eight rows of high parts, then their low ones, twice."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     COUNT: gl.constexpr = TOGETHER * TILES
+    AT_ONCE: gl.constexpr = 8  # between two stores the compiler puts a barrier
     mbarrier.wait(loaded.index(piece % PIECES), piece // PIECES % 2)
-    for tile in gl.static_range(0, COUNT, 4):  # between two stores the compiler puts a barrier
-        _split_tiles(pieces, norm_weight, piece, tile, 4 if tile + 4 <= COUNT else COUNT - tile, begin, C)
+    first = piece % PIECES * COUNT
+    parts = ()
+    for tile in gl.static_range(COUNT):
+        rows = pieces.index(first + tile).load(layout)
+        if norm_weight is not None:
+            c = begin + piece // ROUNDS * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+            stream = piece % ROUNDS * TOGETHER + tile // TILES
+            rows *= load_float(norm_weight, stream * C + c, c < C)[None, :]
+        parts = parts + (stacked_parts(rows, True),)
+    _store_parts(pieces, first, parts[:AT_ONCE])
+    _store_parts(pieces, first + AT_ONCE, parts[AT_ONCE:])
     fence_async_shared()
-    gl.thread_barrier()
 
 
 @gluon.jit
-def _split_tiles(pieces, norm_weight, piece, first: gl.constexpr, COUNT: gl.constexpr, begin, C: gl.constexpr):
-    """Of each of COUNT tiles eight rows of high parts, then their low ones, twice."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    here = piece % PIECES * (TOGETHER * TILES) + first
-    parts = ()
-    for k in gl.static_range(COUNT):
-        rows = pieces.index(here + k).load(layout)
-        if norm_weight is not None:
-            c = begin + piece // ROUNDS * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
-            stream = piece % ROUNDS * TOGETHER + (first + k) // TILES
-            rows *= load_float(norm_weight, stream * C + c, c < C)[None, :]
-        parts = parts + (stacked_parts(rows, True),)
-    _parts_of(pieces, here, COUNT).store(gl.reshape(_one_below_the_other(parts), (COUNT * 2 * ROWS, PIECE)))
+def _store_parts(pieces, first, parts):
+    COUNT: gl.constexpr = len(parts)
+    _parts_of(pieces, first, COUNT).store(gl.reshape(_one_below_the_other(parts), (COUNT * 2 * ROWS, PIECE)))
 
 
 @gluon.jit
@@ -227,24 +227,26 @@ def _project(
     nothing = gl.zeros([TOKENS, 4 * 2 * ROWS], gl.float32, mma)
     last_nothing = gl.zeros([TOKENS, 2 * ROWS], gl.float32, last_mma)
     z, last_z = nothing, last_nothing
-    PER_STEP: gl.constexpr = WIDTH // PIECE * ROUNDS
     count = (end - begin) // PIECE * ROUNDS
+    streams = x_slots._reinterpret(gl.bfloat16, [SLOTS * N, TOKENS, WIDTH], SHARED)
     _split_phi(pieces, norm_weight, phi_loaded, 0, begin, C)
+    gl.thread_barrier()
     for step in range((end - begin) // WIDTH):
         slot = step % SLOTS
         mbarrier.wait(written.index(slot), step // SLOTS % 2)
-        for part in gl.static_range(PER_STEP):
-            piece = step * PER_STEP + part
-            for i in gl.static_range(TOGETHER):
-                tile = (piece % PIECES * TOGETHER + i) * TILES
-                y = _stream(x_slots, slot, part % ROUNDS * TOGETHER + i).slice(part // ROUNDS * PIECE, PIECE, 1)
-                z = warpgroup_mma(y, _parts_of(pieces, tile, 4).permute((1, 0)), z, is_async=True)
-                last_z = warpgroup_mma(y, _parts_of(pieces, tile + 4, 1).permute((1, 0)), last_z, is_async=True)
-            if piece + 1 < count:
-                _split_phi(pieces, norm_weight, phi_loaded, piece + 1, begin, C)
-            z, last_z = warpgroup_mma_wait(0, deps=[z, last_z])
-            gl.thread_barrier()
-            mbarrier.arrive(phi_free.index(piece % PIECES), count=1)
+        for part in gl.static_range(WIDTH // PIECE):
+            for k in range(ROUNDS):
+                piece = (step * (WIDTH // PIECE) + part) * ROUNDS + k
+                for i in gl.static_range(TOGETHER):
+                    tile = (piece % PIECES * TOGETHER + i) * TILES
+                    y = streams.index(slot * N + k * TOGETHER + i).slice(part * PIECE, PIECE, 1)
+                    z = warpgroup_mma(y, _parts_of(pieces, tile, 4).permute((1, 0)), z, is_async=True)
+                    last_z = warpgroup_mma(y, _parts_of(pieces, tile + 4, 1).permute((1, 0)), last_z, is_async=True)
+                if piece + 1 < count:
+                    _split_phi(pieces, norm_weight, phi_loaded, piece + 1, begin, C)
+                z, last_z = warpgroup_mma_wait(0, deps=[z, last_z])
+                gl.thread_barrier()
+                mbarrier.arrive(phi_free.index(piece % PIECES), count=1)
         mbarrier.arrive(free.index(slot), count=1)
         after = begin + (step + 1) * WIDTH
         if (after % CHUNK == 0) | (after >= end):
