@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mhckit.kernels._launch import equally_late, read_bwd_launch, read_launch, rows_are_loaded_in_words, token_chunks
+from mhckit.kernels._launch import (
+    equally_late,
+    parameters_bwd_launch,
+    read_bwd_launch,
+    read_launch,
+    residual_launch,
+    residual_programs_every,
+    rows_are_loaded_in_words,
+    token_chunks,
+)
 
 CPU = torch.device("cpu")  # counts as one with 132 multiprocessors
 
@@ -45,3 +54,28 @@ def test_words_are_loaded_by_programs_of_one_token(channels: int, words: bool) -
     for streams in range(1, 9) if words else ():
         assert read_launch(streams, channels).block_t == 1
         assert read_bwd_launch(streams, channels, aligned=False, words=True).block_t == 1
+
+
+@pytest.mark.parametrize(("streams", "channels", "sums_norm", "columns", "warps"), [
+    (1, 4096, False, 256, 8),  # one of eight streams, whose 80 rows are three blocks
+    (1, 2048, False, 128, 8),
+    (1, 4096, True, 64, 4),
+    (8, 4096, False, 32, 4),
+])  # fmt: skip
+def test_columns_of_a_program_of_p(streams: int, channels: int, sums_norm: bool, columns: int, warps: int) -> None:
+    launch = parameters_bwd_launch(80, streams, channels, wide=True, asynchronous=True, sums_norm=sums_norm)
+    assert (launch.block_c, launch.num_warps) == (columns, warps)
+    plain = parameters_bwd_launch(80, streams, channels, wide=True, asynchronous=False)
+    assert plain.num_warps == 4 and plain.block_c <= 64
+
+
+@pytest.mark.parametrize("streams", range(1, 9))
+def test_programs_of_b_between_which_residual_maps_are(streams: int) -> None:
+    launch = read_bwd_launch(streams, 4096)
+    every = residual_programs_every(streams, launch)
+    assert every == (1 if streams <= 4 else residual_launch(streams).block_t // launch.block_t)
+    for tokens in (1, 7, 64, 4097):
+        residual = -(-tokens // residual_launch(streams).block_t)
+        programs = residual + -(-tokens // launch.block_t)
+        turns = [program for program in range(programs) if program % every == 0 and program // every < residual]
+        assert len(turns) == residual

@@ -279,14 +279,17 @@ def read_launch(streams: int, channels: int, *, wide: bool = True) -> Launch:
     return Launch(block_t=max(1, 512 // block_c), block_c=block_c, num_warps=4)
 
 
-def read_bwd_launch(streams: int, channels: int, *, aligned: bool = True, words: bool = False) -> Launch:
+def read_bwd_launch(
+    streams: int, channels: int, *, aligned: bool = True, words: bool = False, element_size: int = 2
+) -> Launch:
     """B: sums over channels stay in a thread until the end; few tokens, so that many programs share the memory.
 
     Loads of rows that are not aligned go to registers, element by element or in words, and want to be many at a time.
     """
     if not aligned:
         return Launch(block_t=1, block_c=_channel_step(channels, 1024), num_warps=2 if words else 4)
-    return Launch(block_t=4, block_c=_channel_step(channels, 256), num_warps=4, num_stages=3 if streams <= 4 else 2)
+    stages = 3 if streams * element_size <= 16 else 2
+    return Launch(block_t=4, block_c=_channel_step(channels, 256), num_warps=4, num_stages=stages)
 
 
 def streams_bwd_launch(
@@ -339,11 +342,20 @@ def streams_collapsed_together(streams: int, rows: int) -> int:
     return streams if streams * row_blocks(rows) <= 8 else 1
 
 
-def parameters_bwd_launch(rows: int, streams: int, *, wide: bool) -> Launch:
+def parameters_bwd_launch(
+    rows: int, streams: int, channels: int, *, wide: bool, asynchronous: bool = False, sums_norm: bool = False
+) -> Launch:
     """P: accumulators of 64 rows by BLOCK_C columns for each stream of a program and each block of rows: the more, the
     fewer columns. One of them has 128, not 256: a percent faster, and twice the programs where tokens are few.
+
+    asynchronous: dots of bfloat16 on tensor cores that work by themselves, as Hopper's. There three blocks of one
+    stream have eight warps and more columns, or dz would be loaded more often than the streams: for eight of them at
+    8192 x 4096 152 us instead of 219 to 238 (benchmarks/results/attempts.jsonl). With a norm's sums it would spill.
     """
-    columns = (256 if wide else 128) // power_of_2(streams * max(row_blocks(rows), 1))
+    blocks = streams * max(row_blocks(rows), 1)
+    if asynchronous and wide and blocks == 3 and not sums_norm:
+        return Launch(block_t=32, block_c=256 if channels > 2048 else 128, num_warps=8, num_stages=4)
+    columns = (256 if wide else 128) // power_of_2(blocks)
     return Launch(block_t=32, block_c=max(32, min(128, columns)), num_warps=4, num_stages=3)
 
 
@@ -372,3 +384,12 @@ def _channel_step(channels: int, most: int) -> int:
 def residual_launch(streams: int) -> Launch:
     """Residual maps, and coefficients without streams: a row of a matrix per thread."""
     return Launch(block_t=max(1, 128 // power_of_2(streams)), block_c=16, num_warps=4)
+
+
+def residual_programs_every(streams: int, launch: Launch) -> int:
+    """Every how many programs of B one takes a residual map, until all are taken: first of all, or more than four
+    streams' between the others, which would wait for them. Of eight at 8192 x 4096 B takes 175 us instead of 190,
+    with as many stages as are launched today 164 instead of 182; of four 93 instead of 92
+    (benchmarks/results/attempts.jsonl).
+    """
+    return 1 if streams <= 4 else max(1, residual_launch(streams).block_t // launch.block_t)

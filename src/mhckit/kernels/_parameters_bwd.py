@@ -22,6 +22,7 @@ from mhckit.ops._register import empty
 from ._device import channels_exist, end_dots, load_float, part_column, rounded_product, store_as, sum_parts
 from ._gradients import WriteGradients
 from ._launch import (
+    BFLOAT,
     FLOAT,
     PRECISION,
     ROWS,
@@ -348,7 +349,11 @@ def chunk_sums(
     every = equally_late(y) or 1
     aligns = streams == 1 and equally_late(y) is not None
     chunks = cdiv(token_chunks(T, rows, N * C, y.device), every) * every
-    launch = parameters_bwd_launch(rows, streams, wide=loads_are_wide(y))
+    asynchronous = dots_are_asynchronous(y.device)
+    launch = parameters_bwd_launch(
+        rows, streams, C, wide=loads_are_wide(y), asynchronous=asynchronous and y.dtype == BFLOAT,
+        sums_norm=norm is not None,
+    )  # fmt: skip
     slots = dphi = None
     if rows and chunks == 1 and norm_weight is None and phi.dtype == FLOAT:
         dphi = empty(phi, *phi.shape)
@@ -360,7 +365,7 @@ def chunk_sums(
         chunk_sums_kernel, (cdiv(C + 7 * aligns, launch.block_c), N // streams, chunks),
         y, dz_parts, *(norm or (None, None)), slots if dphi is None else dphi, norm_slots, T, chunk_tokens, C, rows,
         N=N, STREAMS=streams, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION,
-        EVERY=every, ALIGNS=aligns, ASYNCHRONOUS=dots_are_asynchronous(y.device), **launch.meta(),
+        EVERY=every, ALIGNS=aligns, ASYNCHRONOUS=asynchronous, **launch.meta(),
     )  # fmt: skip
     return PhiSums(slots, norm_slots, dphi)
 

@@ -45,6 +45,7 @@ from ._launch import (
     cdiv,
     read_bwd_launch,
     residual_launch,
+    residual_programs_every,
     rows_are_aligned,
     rows_are_loaded_in_words,
     threads_hold_neighbours,
@@ -89,6 +90,7 @@ def read_bwd_kernel(
     WEIGHTS: tl.constexpr,
     SEPARATE: tl.constexpr,
     RESIDUAL_T: tl.constexpr,
+    EVERY: tl.constexpr,
     PACKED: tl.constexpr,
     DENSE: tl.constexpr,
     PADDED_ROWS: tl.constexpr,
@@ -107,6 +109,7 @@ def read_bwd_kernel(
     MORE: tl.constexpr = MATH.rows - N
     program = tl.program_id(0).to(tl.int64)
     packing = tl.num_programs(0) - pack_programs
+    turn = program // EVERY
     if program >= packing:
         if phi_parts is not None:
             block = program - packing
@@ -114,14 +117,14 @@ def read_bwd_kernel(
                 phi, phi_weight, phi_parts, block, C, MATH.rows, N, PACKED, DENSE, PADDED_ROWS, PACKED_CHANNELS,
                 PHI_BLOCK, PHI_STEP, PHI_TOGETHER,
             )  # fmt: skip
-    elif program < residual_programs:
+    elif (program % EVERY == 0) & (turn < residual_programs):
         if SEPARATE:
             _write_half_backward_alone(
-                dpost, dres, z, mean_square, scale, bias, dz, k_more, more_sums, program, T, k_factor, MATH,
+                dpost, dres, z, mean_square, scale, bias, dz, k_more, more_sums, turn, T, k_factor, MATH,
                 RESIDUAL_T,
             )  # fmt: skip
     else:
-        program -= residual_programs
+        program -= tl.minimum(turn + 1, residual_programs)
         t = program * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < T
         n, is_stream = stream_index(MATH)
@@ -302,7 +305,13 @@ def read_bwd(
     residual = residual_launch(math.streams)
     words = y is not None and rows_are_loaded_in_words(y)
     aligned = y is None or rows_are_aligned(y)
-    launch = residual if alone else read_bwd_launch(math.streams, channels, aligned=aligned, words=words)
+    launch = (
+        residual
+        if alone
+        else read_bwd_launch(
+            math.streams, channels, aligned=aligned, words=words, element_size=4 if y is None else y.element_size()
+        )
+    )
     more = math.rows - math.streams
     separate = not alone and more > 0
     residual_programs = cdiv(tokens, residual.block_t) if separate else 0
@@ -324,6 +333,7 @@ def read_bwd(
         dz, k, k_more, read_weights, norm_share, dweights, *(sums or (None, None)), phi, phi_weight, phi_parts,
         tokens, channels, k_factor, residual_programs, pack_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
+        EVERY=residual_programs_every(math.streams, launch),
         PACKED=layout.rows, DENSE=layout.dense, PADDED_ROWS=layout.padded(math.rows),
         PACKED_CHANNELS=layout.channels_per_thread, PHI_BLOCK=layout.block, PHI_STEP=layout.step,
         PHI_TOGETHER=layout.together, WORDS=words,

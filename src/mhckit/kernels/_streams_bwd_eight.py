@@ -47,7 +47,7 @@ from ._hopper_dz import PART_ROWS, load_dz
 from ._hopper_launch import HOPPER_TOKENS, chunk_width, chunks_span
 from ._launch import FLOAT, SUM_WIDTH, PhiLayout, cdiv, packed_dz_width, tokens_of
 from ._launcher import run
-from ._token_matrices import MATRICES, add_products, transposed
+from ._token_matrices import MATRICES, add_products, add_products_with_sum, transposed
 
 STREAMS = 8
 # Channels of a slot; of a stream in a piece of phi; and in all of them.
@@ -138,7 +138,8 @@ def _multiply(
         for part in gl.static_range(PARTS):
             tile = pieces.index(slot * PARTS + part)
             z = warpgroup_mma(high[part], tile, z, use_acc=part > 0, is_async=True)
-            z = warpgroup_mma(low[part], tile, z, is_async=True)
+            if part < PARTS // 2:
+                z = warpgroup_mma(low[part], tile, z, is_async=True)
         z = warpgroup_mma_wait(0, deps=[z])
         mbarrier.wait(taken, piece % 2 ^ 1)
         exchanged.store(z)
@@ -223,23 +224,21 @@ def _compute(
                 wide_d *= n
                 following = begin + step * WIDTH + (part + 1) * PIECE + c
                 n = load_float(norm_weight, following, following < end)[None, :]
+            of_high, of_low = add_products(g, zero, high_M, low_M, transposed(x))
+            without_z = gl.fma(w, wide_d, gl.fma(q, f.to(gl.float32), of_high + of_low))
             mbarrier.wait(ready, part % 2)
             z = _matrices_of(exchanged)
             gl.thread_barrier()
             mbarrier.arrive(taken, count=1)
-            of_high, of_low = add_products(z, g, high_M, low_M, transposed(x))
-            G = gl.fma(w, wide_d, gl.fma(q, f.to(gl.float32), of_high + of_low))
+            G = without_z + z
             high_G, low_G = bfloat16_parts(G, True)
-            dres, dpost = add_products(dres, dpost, x, f, high_G)
-            dres, dpost = add_products(dres, dpost, x, f, low_G)
+            dres, dpost = add_products_with_sum(dres, dpost, x, f, high_G, low_G)
             if SUMS_READ:
                 dx_read, df_read = add_products(dx_read, df_read, x, f, d)
-            high_turned, low_turned = transposed(high_G), transposed(low_G)
-            of_high, of_low = add_products(zero, zero, high_H, low_H, high_turned)
-            of_high, of_low = add_products(of_high, of_low, high_H, low_H, low_turned)
+            turned, low_turned = transposed(high_G), transposed(low_G)
+            of_high, of_low = add_products_with_sum(zero, zero, high_H, low_H, turned, low_turned)
             _piece_of(x_slots, slot, part).store(rounded(of_high + of_low, gl.bfloat16, True))
-            of_high, of_low = add_products(zero, zero, high_post, low_post, high_turned)
-            of_high, of_low = add_products(of_high, of_low, high_post, low_post, low_turned)
+            of_high, of_low = add_products_with_sum(zero, zero, high_post, low_post, turned, low_turned)
             _piece_of(f_slots, slot, part).store(rounded(_of_lanes(of_high + of_low), gl.bfloat16, True))
         fence_async_shared()
         gl.thread_barrier()

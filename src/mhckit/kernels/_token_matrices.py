@@ -3,8 +3,9 @@
 A warp holds a matrix as its tensor cores take a part of an operand: lane 4 r + c has columns 2 c and 2 c + 1 of row r.
 A tensor [512, 8] in the layout MATRICES is a matrix of each of 64 tokens, of which eight warps have eight each.
 
-    transposed(a)                   a^T                         a of bfloat16
-    add_products(y, z, a, b, c)     y + a c^T and z + b c^T     y and z of float32, the others of bfloat16
+    transposed(a)                               a^T                                         a of bfloat16
+    add_products(y, z, a, b, c)                 y + a c^T and z + b c^T                     y and z of float32
+    add_products_with_sum(y, z, a, b, c, d)     y + a (c + d)^T and z + b (c + d)^T         the others of bfloat16
 """
 
 from triton.experimental import gluon
@@ -35,6 +36,20 @@ def add_products(y, z, a, b, c):
         "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$8, $9}, {$10}, {$4, $5, $6, $7};",
         "=r,=r,=r,=r,r,r,r,r,r,r,r",
         [y, z, a, b, c],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def add_products_with_sum(y, z, a, b, c, d):
+    """One instruction, too: its left operand has a and b twice, side by side. It takes less time than two products."""
+    return gl.inline_asm_elementwise(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$8, $9, $8, $9}, {$10, $11}, "
+        "{$4, $5, $6, $7};",
+        "=r,=r,=r,=r,r,r,r,r,r,r,r,r",
+        [y, z, a, b, c, d],
         dtype=(gl.float32, gl.float32),
         is_pure=True,
         pack=2,

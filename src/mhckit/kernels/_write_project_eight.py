@@ -2,7 +2,7 @@
 
 As in `_write_project_hopper` every kind of work has warps of its own:
 
-    load        the copy engine brings the streams and f, 64 tokens x 64 channels, into one of two slots
+    load        the copy engine brings the streams and f, 64 tokens x 32 channels, into one of four slots
     write       eight warps turn the streams in a slot into y, f into x_in, and sum the squares
     store       the copy engine takes both out of the slot
     load_phi    the copy engine brings the pieces of phi, 32 channels of two streams each
@@ -39,28 +39,24 @@ from ._launch import FLOAT, SUM_WIDTH, cdiv, tokens_of
 from ._launcher import run
 
 STREAMS = 8
-# Channels of a slot; and channels and streams of a piece of phi.
-SLOT_CHANNELS = 64
-PIECE_CHANNELS = 32
+# Channels of a slot, and of a piece of phi; streams of a piece.
+SLOT_CHANNELS = 32
 PIECE_STREAMS = 2
 # Of phi: rows, and those of a tile.
 ALL_ROWS = STREAMS * (STREAMS + 2)
 PHI_ROWS = 16
 
 TOKENS = gl.constexpr(HOPPER_TOKENS)
-HALF = gl.constexpr(HOPPER_TOKENS // 2)
 N = gl.constexpr(STREAMS)
 WIDTH = gl.constexpr(SLOT_CHANNELS)
-PIECE = gl.constexpr(PIECE_CHANNELS)
 TOGETHER = gl.constexpr(PIECE_STREAMS)
 ROUNDS = gl.constexpr(STREAMS // PIECE_STREAMS)  # pieces of the same channels
 ROWS = gl.constexpr(PHI_ROWS)
 TILES = gl.constexpr(ALL_ROWS // PHI_ROWS)
-SLOTS = gl.constexpr(2)
+SLOTS = gl.constexpr(4)
 PIECES = gl.constexpr(4)  # one in use, one being split, two on their way
 SHARED = gl.constexpr(shared_layout(2, SLOT_CHANNELS))
-PHI_LAYOUT = gl.constexpr(shared_layout(4, PIECE_CHANNELS))
-PARTS_LAYOUT = gl.constexpr(shared_layout(2, PIECE_CHANNELS))
+PHI_LAYOUT = gl.constexpr(shared_layout(4, SLOT_CHANNELS))
 PROJECT_REGISTERS = gl.constexpr(160)
 
 
@@ -97,13 +93,13 @@ def _stream(slots, slot, i: gl.constexpr):
 
 @gluon.jit
 def _load_phi(phi, pieces, loaded, free, begin, end, C: gl.constexpr):
-    for piece in range((end - begin) // PIECE * ROUNDS):
+    for piece in range((end - begin) // WIDTH * ROUNDS):
         slot = piece % PIECES
         arrived = loaded.index(slot)
         mbarrier.wait(free.index(slot), piece // PIECES % 2 ^ 1)
-        mbarrier.expect(arrived, TOGETHER * TILES * ROWS * PIECE * 4)
+        mbarrier.expect(arrived, TOGETHER * TILES * ROWS * WIDTH * 4)
         for i in gl.static_range(TOGETHER):
-            column = (piece % ROUNDS * TOGETHER + i) * C + begin + piece // ROUNDS * PIECE
+            column = (piece % ROUNDS * TOGETHER + i) * C + begin + piece // ROUNDS * WIDTH
             for r in gl.static_range(TILES):
                 tile = pieces.index((slot * TOGETHER + i) * TILES + r)
                 tma.async_copy_global_to_shared(phi, [r * ROWS, column], arrived, tile)
@@ -114,63 +110,49 @@ def _write(
     x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T, begin, end,
     COLLAPSES: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [8, 1], [1, 0])
     # Of the program's own tokens, so that a thread's offsets have 32 bits.
-    t, count, before = gl.arange(0, HALF, gl.SliceLayout(1, layout)), T - first, first.to(gl.int64)
+    t, count, before = gl.arange(0, TOKENS, gl.SliceLayout(1, layout)), T - first, first.to(gl.int64)
+    mine = gl.minimum(t, count - 1)  # no result beyond the last token is stored
     post += before * N
     res += before * (N * N)
     if COLLAPSES:
         read_weights += before * N
-    zero = gl.zeros([HALF, WIDTH], gl.float32, layout)
+    zero = gl.zeros([TOKENS, WIDTH], gl.float32, layout)
     step = 0
     for chunk in range(begin // CHUNK, gl.cdiv(end, CHUNK)):
         square = fold(zero, zero, 8, True)
-        other_square = fold(zero, zero, 8, True)
         for channel in range(chunk * CHUNK, gl.minimum(chunk * CHUNK + CHUNK, end), WIDTH):
             slot = step % SLOTS
             mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
-            for half in gl.static_range(2):
-                rows = f_slots.index(slot).slice(half * HALF, HALF)
-                f = rows.load(layout).to(gl.float32)
-                if f_bias is not None:
-                    c = channel + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-                    f += load_float(f_bias, c, c < end)[None, :]
-                streams = ()
-                for i in gl.static_range(N):
-                    tile = _stream(x_slots, slot, i).slice(half * HALF, HALF)
-                    streams = streams + (tile.load(layout).to(gl.float32),)
-                ys = ()
-                collapsed = zero
-                mine = gl.minimum(t + half * HALF, count - 1)  # no result beyond the last token is stored
-                for o in gl.static_range(N):
-                    mixed = collapse(load_columns(res, mine * N + o, None, N), streams, N)
-                    y = gl.fma(gl.load(post + mine * N + o).to(gl.float32)[:, None], f, mixed)  # as `write_stream`
-                    y = rounded(y, gl.bfloat16, True)
-                    ys = ys + (y,)
-                    wide = y.to(gl.float32)
-                    if half == 0:
-                        square += fold(wide, wide, 8, True)
-                    else:
-                        other_square += fold(wide, wide, 8, True)
-                    if COLLAPSES:
-                        weight = gl.load(read_weights + mine * N + o).to(gl.float32)[:, None]
-                        collapsed = weight * wide if o == 0 else gl.fma(weight, wide, collapsed)  # as `collapse`
-                tiles = x_slots.index(slot).reshape([N, TOKENS, WIDTH]).slice(half * HALF, HALF, 1)
-                tiles.store(_one_below_the_other(ys))
+            f = f_slots.index(slot).load(layout).to(gl.float32)
+            if f_bias is not None:
+                c = channel + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+                f += load_float(f_bias, c, c < end)[None, :]
+            streams = ()
+            for i in gl.static_range(N):
+                streams = streams + (_stream(x_slots, slot, i).load(layout).to(gl.float32),)
+            ys = ()
+            collapsed = zero
+            for o in gl.static_range(N):
+                mixed = collapse(load_columns(res, mine * N + o, None, N), streams, N)
+                y = gl.fma(gl.load(post + mine * N + o).to(gl.float32)[:, None], f, mixed)  # as `write_stream`
+                y = rounded(y, gl.bfloat16, True)
+                ys = ys + (y,)
+                wide = y.to(gl.float32)
+                square += fold(wide, wide, 8, True)
                 if COLLAPSES:
-                    rows.store(rounded(collapsed, gl.bfloat16, True))
+                    weight = gl.load(read_weights + mine * N + o).to(gl.float32)[:, None]
+                    collapsed = weight * wide if o == 0 else gl.fma(weight, wide, collapsed)  # as `collapse`
+            x_slots.index(slot).store(gl.reshape(_one_below_the_other(ys), (N * TOKENS, WIDTH)))
+            if COLLAPSES:
+                f_slots.index(slot).store(rounded(collapsed, gl.bfloat16, True))
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(written.index(slot), count=1)
             step += 1
         at = squares + chunk.to(gl.int64) * T + before + t
-        _store_squares(at, square, t < count, layout)
-        _store_squares(at + HALF, other_square, t + HALF < count, layout)
-
-
-@gluon.jit
-def _store_squares(at, square, live, layout: gl.constexpr):
-    gl.store(at, gl.convert_layout(gl.sum(square, 1), gl.SliceLayout(1, layout)), mask=live)
+        gl.store(at, gl.convert_layout(gl.sum(square, 1), gl.SliceLayout(1, layout)), mask=t < count)
 
 
 @gluon.jit
@@ -197,7 +179,7 @@ def _split_phi(pieces, norm_weight, loaded, piece, begin, C: gl.constexpr):
     for tile in gl.static_range(COUNT):
         rows = pieces.index(first + tile).load(layout)
         if norm_weight is not None:
-            c = begin + piece // ROUNDS * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+            c = begin + piece // ROUNDS * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
             stream = piece % ROUNDS * TOGETHER + tile // TILES
             rows *= load_float(norm_weight, stream * C + c, c < C)[None, :]
         parts = parts + (stacked_parts(rows, True),)
@@ -209,12 +191,12 @@ def _split_phi(pieces, norm_weight, loaded, piece, begin, C: gl.constexpr):
 @gluon.jit
 def _store_parts(pieces, first, parts):
     COUNT: gl.constexpr = len(parts)
-    _parts_of(pieces, first, COUNT).store(gl.reshape(_one_below_the_other(parts), (COUNT * 2 * ROWS, PIECE)))
+    _parts_of(pieces, first, COUNT).store(gl.reshape(_one_below_the_other(parts), (COUNT * 2 * ROWS, WIDTH)))
 
 
 @gluon.jit
 def _parts_of(pieces, tile, COUNT: gl.constexpr):
-    return pieces.index(tile)._reinterpret(gl.bfloat16, [COUNT * 2 * ROWS, PIECE], PARTS_LAYOUT)
+    return pieces.index(tile)._reinterpret(gl.bfloat16, [COUNT * 2 * ROWS, WIDTH], SHARED)
 
 
 @gluon.jit
@@ -227,26 +209,25 @@ def _project(
     nothing = gl.zeros([TOKENS, 4 * 2 * ROWS], gl.float32, mma)
     last_nothing = gl.zeros([TOKENS, 2 * ROWS], gl.float32, last_mma)
     z, last_z = nothing, last_nothing
-    count = (end - begin) // PIECE * ROUNDS
+    count = (end - begin) // WIDTH * ROUNDS
     streams = x_slots._reinterpret(gl.bfloat16, [SLOTS * N, TOKENS, WIDTH], SHARED)
     _split_phi(pieces, norm_weight, phi_loaded, 0, begin, C)
     gl.thread_barrier()
     for step in range((end - begin) // WIDTH):
         slot = step % SLOTS
         mbarrier.wait(written.index(slot), step // SLOTS % 2)
-        for part in gl.static_range(WIDTH // PIECE):
-            for k in range(ROUNDS):
-                piece = (step * (WIDTH // PIECE) + part) * ROUNDS + k
-                for i in gl.static_range(TOGETHER):
-                    tile = (piece % PIECES * TOGETHER + i) * TILES
-                    y = streams.index(slot * N + k * TOGETHER + i).slice(part * PIECE, PIECE, 1)
-                    z = warpgroup_mma(y, _parts_of(pieces, tile, 4).permute((1, 0)), z, is_async=True)
-                    last_z = warpgroup_mma(y, _parts_of(pieces, tile + 4, 1).permute((1, 0)), last_z, is_async=True)
-                if piece + 1 < count:
-                    _split_phi(pieces, norm_weight, phi_loaded, piece + 1, begin, C)
-                z, last_z = warpgroup_mma_wait(0, deps=[z, last_z])
-                gl.thread_barrier()
-                mbarrier.arrive(phi_free.index(piece % PIECES), count=1)
+        for k in range(ROUNDS):
+            piece = step * ROUNDS + k
+            for i in gl.static_range(TOGETHER):
+                tile = (piece % PIECES * TOGETHER + i) * TILES
+                y = streams.index(slot * N + k * TOGETHER + i)
+                z = warpgroup_mma(y, _parts_of(pieces, tile, 4).permute((1, 0)), z, is_async=True)
+                last_z = warpgroup_mma(y, _parts_of(pieces, tile + 4, 1).permute((1, 0)), last_z, is_async=True)
+            if piece + 1 < count:
+                _split_phi(pieces, norm_weight, phi_loaded, piece + 1, begin, C)
+            z, last_z = warpgroup_mma_wait(0, deps=[z, last_z])
+            gl.thread_barrier()
+            mbarrier.arrive(phi_free.index(piece % PIECES), count=1)
         mbarrier.arrive(free.index(slot), count=1)
         after = begin + (step + 1) * WIDTH
         if (after % CHUNK == 0) | (after >= end):
@@ -291,7 +272,7 @@ def write_project_eight_kernel(
     end = gl.minimum(begin + span, C)
     x_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, N * TOKENS, WIDTH], SHARED)
     f_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TOKENS, WIDTH], SHARED)
-    pieces = gl.allocate_shared_memory(gl.float32, [PIECES * TOGETHER * TILES, ROWS, PIECE], PHI_LAYOUT)
+    pieces = gl.allocate_shared_memory(gl.float32, [PIECES * TOGETHER * TILES, ROWS, WIDTH], PHI_LAYOUT)
     loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     written = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -345,7 +326,7 @@ def _tiles(args: tuple[Any, ...], constants: dict[str, Any]) -> dict[int, Tiles]
     T, C, P = args[12], args[14], args[15]
     streams = Tiles((T, STREAMS * C), (HOPPER_TOKENS, SLOT_CHANNELS))
     rows = Tiles((T, C), (HOPPER_TOKENS, SLOT_CHANNELS))
-    phi = Tiles((P, STREAMS * C), (PHI_ROWS, PIECE_CHANNELS))
+    phi = Tiles((P, STREAMS * C), (PHI_ROWS, SLOT_CHANNELS))
     tiles = {0: streams, 1: rows, 5: phi, 8: streams}
     return tiles if args[9] is None else tiles | {9: rows}
 

@@ -48,13 +48,14 @@ def fragment_of_left(registers: list[Lanes]) -> Any:
 
 
 def multiply_small(left: list[Lanes], right: list[Lanes], accumulator: list[Lanes]) -> list[Lanes]:
-    """A warp's [16, 8] by itself, of eight products each of bfloat16; all from registers."""
+    """A warp's [16, 8] by itself, of eight products each of bfloat16, or sixteen; all from registers."""
     row, column = _LANE // 4, _LANE % 4 * 2
-    a, b = np.empty((16, 8)), np.empty((8, 8))
+    a, b = np.empty((16, 8 * len(right))), np.empty((8, 8 * len(right)))
     for half in range(2):
         for k, register in enumerate(left):
-            a[row + k * 8, column + half] = _pairs(register)[:, half]
-        b[row, column + half] = _pairs(right[0])[:, half]
+            a[row + k % 2 * 8, column + k // 2 * 8 + half] = _pairs(register)[:, half]
+        for k, register in enumerate(right):
+            b[row, column + k * 8 + half] = _pairs(register)[:, half]
     return multiply(a, b, accumulator)
 
 

@@ -19,6 +19,7 @@ HANDLERS = Handlers()
 _OF_A_WARP = {
     "m16n8k8.row.col.f32.tf32.tf32.f32": matrices.multiply_small_tf32,
     "m16n8k8.row.col.f32.bf16.bf16.f32": matrices.multiply_small,
+    "m16n8k16.row.col.f32.bf16.bf16.f32": matrices.multiply_small,
 }
 
 
