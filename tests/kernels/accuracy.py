@@ -75,6 +75,29 @@ def assert_accurate(call: Call, *, relative: float | None = None) -> None:
             assert ratio <= relative, name
 
 
+def assert_nan_stays_in_its_token(call: Call, token: int) -> None:
+    """The first and the last number of everything that this token has, gradients of outputs too, are NaN; the others
+    have the bits that they have without.
+    """
+
+    def poisoned(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor[token].view(-1)[[0, -1]] = torch.nan
+        return tensor
+
+    with torch.no_grad():
+        cotangents = cotangents_of(call())
+    clean = run(call, "triton", cotangents)
+    per_token = call.tensors.keys() - PARAMETERS
+    tensors = {name: poisoned(t) if name in per_token else t for name, t in call.tensors.items()}
+    strange = run(Call(call.operator, call.recipe, tensors), "triton", [poisoned(c) for c in cotangents])
+    for name, value in strange.items():
+        if name.removeprefix("d") not in PARAMETERS:
+            assert value[token].isnan().any(), name
+            others = torch.arange(len(value), device=value.device) != token
+            assert torch.equal(value[others], clean[name][others]), name
+
+
 def _with_phi_in_parts(call: Call) -> Call:
     """The call in float64 with phi (times the weight over its columns) as the sum of its bfloat16 parts."""
     tensors = dict(call.tensors)

@@ -15,7 +15,7 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "to
 import torch
 import triton
 import typer
-from accuracy import PARAMETERS, assert_accurate, cotangents_of, poisoned_memory, run
+from accuracy import PARAMETERS, assert_accurate, assert_nan_stays_in_its_token, cotangents_of, poisoned_memory, run
 from emulator.gpu import emulated
 from recipes import every_recipe
 from torch import Tensor
@@ -160,6 +160,14 @@ def alone(channels: int, streams: int = 4) -> None:
             for name, value in run(one, "triton", [cotangent[here] for cotangent in cotangents]).items():
                 if name.removeprefix("d") not in PARAMETERS:
                     assert torch.equal(value[0], batch[name][token]), (name, token)
+
+
+@app.command()
+def strange(channels: int, streams: int = 4) -> None:
+    """What is NaN in one token leaves the others as they are, in both directions."""
+    call = call_of("junction", RECIPES["deepseek_v4"].replace(streams=streams), 35, channels, "f_bias")
+    with emulated(), poisoned_memory():
+        assert_nan_stays_in_its_token(call, 16)
 
 
 @app.command()

@@ -112,6 +112,12 @@ def test_a_token_alone_and_in_a_batch(channels: int, streams: int) -> None:
     _passes("alone", channels, "--streams", streams)
 
 
+@pytest.mark.parametrize(("channels", "streams"), [(256, 4), (257, 4), (362, 4), (256, 8)])
+def test_nan_stays_in_its_token(channels: int, streams: int) -> None:
+    """Where rows begin anywhere, a step's last places hold what follows its channels: the next token's row."""
+    _passes("strange", channels, "--streams", streams)
+
+
 @pytest.mark.parametrize(("what", "message"), [
     ("fences of F1", "error nan"),  # the tensor cores read what may not have been stored
     ("fences of J", "without a fence"),

@@ -97,6 +97,14 @@ SWAP = f"""{PLACES} st.shared.b32 [%r3], %r1; {{barrier}}
     xor.b32 %r4, %r3, 128; ld.shared.b32 %r5, [%r4]; {OUT.format(r="%r5")}"""
 
 
+def test_lanes_may_store_different_nan_to_one_place() -> None:
+    """What hardware makes of a NaN has no sign and no payload."""
+    results = torch.zeros(64)
+    body = "and.b32 %r5, %r1, 1; shl.b32 %r5, %r5, 31; or.b32 %r5, %r5, 0x7fc00000; st.global.b32 [%rd1], %r5;"
+    _run(f"{PLACES} {body}", results, warps=1)
+    assert results[0].isnan()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_barrier_orders_what_warps_exchange(seed: int) -> None:
     words = torch.zeros(64, dtype=WORD)

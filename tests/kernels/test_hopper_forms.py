@@ -20,7 +20,6 @@ from mhckit.kernels._hopper_launch import (
     fills,
     has_hopper_forms,
     hopper_step,
-    hopper_word,
 )
 from mhckit.kernels._launch import SUM_WIDTH, phi_layout
 from mhckit.kernels._pack import pack_phi
@@ -61,7 +60,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_forms_take_the_same_arguments() -> None:
     count = len(_args())
     assert KERNEL.arg_names[:count] == _write_project.write_project_kernel.arg_names[:count]
-    assert KERNEL.arg_names[count:] == ["N", "WIDTH", "STEP", "WORD"]
+    assert KERNEL.arg_names[count:] == ["N", "WIDTH", "STEP"]
     assert EIGHT.arg_names == [*KERNEL.arg_names[:count], "CHUNK"]
 
 
@@ -69,12 +68,11 @@ def test_a_step_is_one_sum() -> None:
     assert hopper.PANELS.value * hopper.PANEL.value == SUM_WIDTH == hopper_step(256)
 
 
-@pytest.mark.parametrize(("channels", "step", "word"), [(5129, 120, 2), (5130, 120, 2), (5132, 120, 4), (5136, 128, 4)])
-def test_a_step_where_rows_begin_anywhere(channels: int, step: int, word: int) -> None:
+@pytest.mark.parametrize(("channels", "step"), [(5129, 120), (5130, 120), (5132, 120), (5136, 128)])
+def test_a_step_where_rows_begin_anywhere(channels: int, step: int) -> None:
     """It fits into a slot beside the seven places before it, and begins at a 16-byte boundary if the row does."""
-    assert (hopper_step(channels), hopper_word(channels)) == (step, word)
+    assert hopper_step(channels) == step
     assert step % 8 == 0 and (channels % 8 == 0 or step + 7 < SUM_WIDTH)
-    assert channels % word == 0 or word == 2
 
 
 @pytest.mark.parametrize(("change", "exists"), [
@@ -160,7 +158,7 @@ def test_where_rows_begin_anywhere_there_is_one_form(on_hopper: None, monkeypatc
         assert projection.z.shape == (slots, tokens, 24)
         assert (projection.together, projection.many) == (slots // 2, None)
     form = _write_project._hopper_form(_args(channels=5129))
-    assert form is not None and form.constants == {"N": 4, "WIDTH": 2640, "STEP": 120, "WORD": 2, "num_warps": 8}
+    assert form is not None and form.constants == {"N": 4, "WIDTH": 2640, "STEP": 120, "num_warps": 8}
     assert _launcher.forms(form.kernel, _args(channels=5129), form.constants) == [form]
 
 
@@ -192,8 +190,10 @@ def test_tensors_are_described() -> None:
     assert names["y"].base is args[8] and names["y"].block_shape == [32, 64]
     assert described(KERNEL, _args(collapses=False), {"N": 4})[9] is None
     assert described(_write_project.write_project_kernel, args, {"N": 4}) is args
-    odd = _args(channels=255)
-    assert all(here is there for here, there in zip(described(KERNEL, odd, {"N": 4}), odd, strict=True)), "by words"
+    odd = described(KERNEL, _args(channels=255), {"N": 4})
+    names = dict(zip(KERNEL.arg_names, odd, strict=False))
+    assert [name for name, value in names.items() if hasattr(value, "block_shape")] == ["phi"], "warps move the rest"
+    assert names["phi"].shape == [24, 1020]
 
 
 def test_a_launch_describes_pointers() -> None:
@@ -393,7 +393,7 @@ def _described(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) ->
 def test_tensors_of_eight_streams_are_described() -> None:
     args = _args(streams=8, rows=80, mixes=True)
     _, tiles = _described(EIGHT, args, {})
-    wide, narrow = ([5, 2048], [64, 64]), ([5, 256], [64, 64])
+    wide, narrow = ([5, 2048], [64, 32]), ([5, 256], [64, 32])
     assert tiles == {"x": wide, "f": narrow, "phi": ([80, 2048], [16, 32]), "y": wide, "x_in": narrow}
     kernel = _streams_bwd_eight.streams_bwd_eight_kernel
     x, f = args[0], args[1]
@@ -422,7 +422,7 @@ def test_tensors_of_a_write_back_are_described() -> None:
     }  # fmt: skip
     args = (*args[:18], 255, P)
     _, tiles = _described(kernel, args, {"N": N})
-    assert tiles == {"phi_parts": ([N * 6 * 48, 64], [16, 64])}, "words move the rest"
+    assert tiles == {"phi_parts": ([N * 6 * 48, 64], [16, 64])}, "warps move the rest"
 
 
 @pytest.mark.parametrize(("tokens", "channels", "width", "span"), [

@@ -1,6 +1,6 @@
 """Rows of Hopper's kernels that are worked on as they arrive, where C is no multiple of 8: up to seven places late.
 
-`_hopper_words` loads rows from the last 16-byte boundary before them, so that a channel lies in another place of each
+`_hopper_rows` loads rows from the last 16-byte boundary before them, so that a channel lies in another place of each
 row. Who wants eight channels of a row takes the two vectors of eight places that hold them; how late the row is says
 which eight of their sixteen places they are, and in which half of a word a channel lies, which costs nothing where it
 becomes a float32 anyway.
@@ -19,24 +19,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ._hopper_copies import GROUP, PANEL, PANELS, SHARED
-from ._hopper_words import COMPUTING_WARPS, LINES, VECTOR, WIDTH, vector_of_slot
+from ._hopper_rows import COMPUTING_WARPS, LINES, VECTOR, WIDTH, vector_of_slot
 
 
 @gluon.constexpr_function
 def _reading(late, alternates, from_next):
     """Eight channels as float32, of the sixteen places that begin with the vector which holds the first of them: `late`
     places later, and where tokens alternate four more or less if they are odd; or as late as is given (None). Given:
-    the token's parity or lateness, and either what a word is masked with for the channel in its upper half, and how the
-    one in its lower half is moved up; or, where the second vector is the first one of the next lane (from_next), a
-    lane's number, of eight in a row. The last lane's second vector is then the second one of the first.
+    the token's parity or lateness; what a word is masked with for the channel in its upper half, and how the one in its
+    lower half is moved up; and where the second vector is the first one of the next lane (from_next), a lane's number,
+    of eight in a row. The last lane's second vector is then the second one of the first.
     """
     words = [f"${8 + k}" for k in range(8)]
-    given, *more = (f"${16 + 8 * k}" for k in range(2 if from_next else 3))
+    given, upper, lower, *lane = (f"${16 + 8 * k}" for k in range(4 if from_next else 3))
     first = 0 if late is None else late % 4 if alternates else late
     last = 7 if late is None else (first + 7) // 2 + (2 if alternates else 0)  # of the words that are needed
     lines = [".reg .pred four, two, begins;", f".reg .b32 t, one, next, {', '.join(f'w{k}, n{k}' for k in range(8))};"]
     if from_next and last > 3:
-        lines += [f"setp.eq.u32 begins, {more[0]}, 0;", f"add.u32 next, {more[0]}, 1;"]
+        lines += [f"setp.eq.u32 begins, {lane[0]}, 0;", f"add.u32 next, {lane[0]}, 1;"]
         for k in range(4, last + 1):
             lines.append(f"selp.b32 n{k}, {words[k]}, {words[k - 4]}, begins;")
             lines.append(f"shfl.sync.idx.b32 n{k}, n{k}, next, {(32 - 8) << 8 | 31}, 0xffffffff;")
@@ -62,10 +62,10 @@ def _reading(late, alternates, from_next):
     for k in range(8):
         word, half = divmod(first + k, 2)
         if half:
-            lines.append(f"and.b32 ${k}, {words[word]}, {'0xffff0000' if from_next else more[0]};")
+            lines.append(f"and.b32 ${k}, {words[word]}, {upper};")
         else:
-            lines.append(f"prmt.b32 ${k}, {words[word]}, 0, {'0x1044' if from_next else more[1]};")
-    return "{" + "\n".join(lines) + "}", ",".join(["=&r"] * 8 + ["r"] * (16 + 8 * len(more)))
+            lines.append(f"prmt.b32 ${k}, {words[word]}, 0, {lower};")
+    return "{" + "\n".join(lines) + "}", ",".join(["=&r"] * 8 + ["r"] * (8 * (4 + len(lane))))
 
 
 @gluon.constexpr_function
@@ -94,7 +94,7 @@ def _panel_at(slots, at, COUNT: gl.constexpr):
 
 @gluon.jit
 def own_channels(panel, STEP: gl.constexpr, layout: gl.constexpr):
-    """What `load_late` needs to leave 0 where channels belong to the next step."""
+    """What is needed to read 0 where channels belong to the next step."""
     own = panel * PANEL + gl.arange(0, PANEL, gl.SliceLayout(0, layout)) // VECTOR * VECTOR < STEP
     return gl.where(own, -0x10000, 0)[None, :], gl.where(own, 0x1044, 0x4444)[None, :]
 
@@ -129,13 +129,13 @@ def load_late(
 
 @gluon.jit
 def load_late_tile(
-    tile, other, t, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr, layout: gl.constexpr
+    tile, other, own, t, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """The same from a tile of a panel; other: that of the other panel, of which the first one's last lane wants the
-    first vector. The second one's last lane has no channels of its own, and gets others.
+    first vector. The second one's last lane has no channels of its own.
     """
     lane = gl.arange(0, PANEL, gl.SliceLayout(0, layout))[None, :] // VECTOR
-    return _read(tile.load(layout), other.load(layout), (lane,), t, C, N, STREAM, True)
+    return _read(tile.load(layout), other.load(layout), own + (lane,), t, C, N, STREAM, True)
 
 
 @gluon.jit

@@ -39,14 +39,9 @@ def has_hopper_channels(channels: int) -> bool:
 
 def hopper_step(channels: int) -> int:
     """Channels of one step, and of one sum, where a kernel is written for Hopper: 120 where rows begin anywhere, and
-    bring what lies before them (`_hopper_words`).
+    bring what lies before them (`_hopper_rows`).
     """
     return SUM_WIDTH if channels % 8 == 0 else SUM_WIDTH - 8
-
-
-def hopper_word(channels: int) -> int:
-    """Channels that `_hopper_words` stores at once: two, or four where all rows begin at 8-byte boundaries."""
-    return 4 if channels % 4 == 0 else 2
 
 
 def hopper_slice_width(channels: int) -> int:

@@ -8,7 +8,7 @@ As in `_write_project_hopper` every kind of work has warps of its own, and rows 
     store       the copy engine takes both out of the slot
 
 Where rows begin anywhere, because C is no multiple of 8, four warps move them instead of `load` and `store`, steps have
-120 channels (`_hopper_words`), and `compute` takes them as late as they arrive (`_hopper_late`).
+120 channels (`_hopper_rows`), and `compute` takes them as late as they arrive (`_hopper_late`).
 
 A program has 64 tokens, in two groups of 32 that share phi and take turns: step 2k is the first group's, step 2k + 1
 the second's, both with the same channels. A thread holds eight neighbouring channels of one token, the token's
@@ -58,10 +58,9 @@ from ._hopper_launch import (
     chunk_width,
     chunks_span,
     hopper_step,
-    hopper_word,
 )
+from ._hopper_rows import COPY_WARPS, VECTOR, WIDTH, allocate_carried, begin_step, store_step, vector_of_slot
 from ._hopper_totals import add_products, store_totals
-from ._hopper_words import VECTOR, WIDTH, WORD_WARPS, begin_step, store_step, vector_of_slot
 from ._launch import (
     FLOAT,
     SUM_WIDTH,
@@ -99,8 +98,8 @@ def _load_phi(
 
 @gluon.jit
 def _move(
-    x, g, f, d, dx, df, x_slots, g_slots, f_slots, d_slots, loaded, computed, first, T, begin, end, C: gl.constexpr,
-    N: gl.constexpr, STEP: gl.constexpr, WORD: gl.constexpr,
+    x, g, f, d, dx, df, x_slots, g_slots, f_slots, d_slots, carried, loaded, computed, first, T, begin, end,
+    C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """What `load` and `store` do where 128 divides C. g and d of a slot are loaded again once they are read, x and f
     once the results that took their place are stored.
@@ -113,7 +112,7 @@ def _move(
         if later < steps:
             begin_step((g,), (d,), (g_slots,), (d_slots,), loaded, later, first, T, begin, C, N, STEP, SLOTS, False)
         if step >= 0:
-            store_step(dx, df, x_slots, f_slots, step, first, T, begin, C, N, STEP, WORD, SLOTS)
+            store_step(dx, df, x_slots, f_slots, carried, step, first, T, begin, end, C, N, STEP, SLOTS)
             gl.thread_barrier()
         if later < steps:
             begin_step((x,), (f,), (x_slots,), (f_slots,), loaded, later, first, T, begin, C, N, STEP, SLOTS)
@@ -359,7 +358,6 @@ def streams_bwd_hopper_kernel(
     SUMS_READ: gl.constexpr,
     DZ_WIDTH: gl.constexpr,
     STEP: gl.constexpr,
-    WORD: gl.constexpr,
 ):
     PARTS: gl.constexpr = (2 * P + PART_ROWS - 1) // PART_ROWS
     TILED: gl.constexpr = C % (PANELS * PANEL) == 0
@@ -378,7 +376,7 @@ def streams_bwd_hopper_kernel(
     phi_loaded = gl.allocate_shared_memory(gl.int64, [PANELS, 1], mbarrier.MBarrierLayout())
     phi_free = gl.allocate_shared_memory(gl.int64, [PANELS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
-        mbarrier.init(loaded.index(slot), count=1 if TILED else 32 * WORD_WARPS)
+        mbarrier.init(loaded.index(slot), count=1 if TILED else 32 * COPY_WARPS)
         mbarrier.init(computed.index(slot), count=1)
         if TILED:
             mbarrier.init(free.index(slot), count=1)
@@ -413,11 +411,11 @@ def streams_bwd_hopper_kernel(
                 (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed,
                             phi_loaded, phi_free, read_weights, norm_weight, norm_share, k_share, k_more, post, res,
                             sums, first, T, begin, end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH, STEP)),
-                (_move, (x, g, f, dx_in, dx, df, x_slots, g_slots, f_slots, d_slots, loaded, computed, first, T, begin,
-                         end, C, N, STEP, WORD)),
+                (_move, (x, g, f, dx_in, dx, df, x_slots, g_slots, f_slots, d_slots, allocate_carried(N), loaded,
+                         computed, first, T, begin, end, C, N, STEP)),
                 (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS, STEP)),
             ],
-            [WORD_WARPS, 1],
+            [COPY_WARPS, 1],
             [MOVE_REGISTERS, COPY_REGISTERS],
         )  # fmt: skip
 
@@ -456,7 +454,7 @@ def write_streams_bwd(
         streams_bwd_hopper_kernel, (programs, cdiv(C, span)),
         g, *collapse, *packed, x, f, post, res, gradients.dx, gradients.df, gradients.sums, T, span, C, rows,
         N=N, CHUNK=chunk, SUMS_READ=need_read_weights, DZ_WIDTH=packed_dz_width(rows),
-        STEP=hopper_step(C), WORD=hopper_word(C), num_warps=8,
+        STEP=hopper_step(C), num_warps=8,
     )  # fmt: skip
     return gradients
 

@@ -47,7 +47,6 @@ from ._hopper_launch import (
     has_hopper_forms,
     hopper_slice_width,
     hopper_step,
-    hopper_word,
     write_project_span,
 )
 from ._launch import (
@@ -412,7 +411,7 @@ def _hopper_form(args: tuple[Any, ...]) -> Form | None:
     if streams != 4 or rows > _hopper.MAX_ROWS or not has_hopper_channels(channels):
         return None
     width, step = hopper_slice_width(channels), hopper_step(channels)
-    constants = dict(N=streams, WIDTH=width, STEP=step, WORD=hopper_word(channels), num_warps=8)
+    constants = dict(N=streams, WIDTH=width, STEP=step, num_warps=8)
     return Form(_hopper.write_project_hopper_kernel, constants)
 
 

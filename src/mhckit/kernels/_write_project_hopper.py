@@ -11,8 +11,9 @@ has warps of its own, which wait for each other at barriers and never for themse
     project     four warps split phi in bfloat16 parts, in place, and multiply them with y, also in place
 
 Where rows begin anywhere, because C is no multiple of 8, four warps move them instead of `load` and `store`
-(`_hopper_words`), `write` takes them as late as they arrive (`_hopper_late`), and `project` loads phi. Sums are then
-over 120 channels instead of 128, and this form serves few tokens, too: the plain one has other sums there.
+(`_hopper_rows`), `write` takes them as late as they arrive (`_hopper_late`), and `project`, which then asks for phi,
+takes that as late as it arrives (`_hopper_late_phi`). Sums are over 120 channels instead of 128, and this form serves
+few tokens, too: the plain one has other sums there.
 
 A program has 64 tokens, in two groups of 32 that share a piece of phi and take turns: step 2k is the first group's,
 step 2k + 1 the second's, both with the channels that make one sum. Loops are kept short: five of them run at once on a
@@ -25,7 +26,6 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -57,9 +57,10 @@ from ._hopper_copies import (
     steps_of,
     store_tiles,
 )
-from ._hopper_late import clear_ends, load_late_tile
+from ._hopper_late import clear_ends, load_late_tile, own_channels
+from ._hopper_late_phi import ROWS_LAYOUT, allocate_ends, begin_late_piece, keep_ends, load_late_rows
 from ._hopper_launch import MAX_PARTS
-from ._hopper_words import WORD_REGISTERS, WORD_WARPS, begin_step, store_step
+from ._hopper_rows import COPY_WARPS, ROW_REGISTERS, allocate_carried, begin_step, store_step
 from ._launch import SUM_WIDTH
 from ._partial_sums import CHAIN, channels_of_part, end_pairs, push
 
@@ -72,7 +73,7 @@ STEPS_IN_FLIGHT = gl.constexpr(3)
 # For each thread of `project`, where the copy engine moves the streams and where warps do; `write` has what the others
 # leave of 64K.
 PROJECT_REGISTERS = gl.constexpr(176)
-PROJECT_REGISTERS_BESIDE_WORDS = gl.constexpr(152)
+PROJECT_REGISTERS_BESIDE_ROWS = gl.constexpr(152)
 
 
 @gluon.jit
@@ -95,8 +96,8 @@ def _load_phi(
 
 @gluon.jit
 def _move(
-    x, f, y, x_in, x_slots, f_slots, loaded, written, free, first, T, begin, end, C: gl.constexpr, N: gl.constexpr,
-    STEP: gl.constexpr, WORD: gl.constexpr,
+    x, f, y, x_in, x_slots, f_slots, carried, loaded, written, free, first, T, begin, end, C: gl.constexpr,
+    N: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """What `load` and `store` do where 128 divides C. The slot that a step is loaded into was stored one step ago."""
     steps = steps_of(begin, end, C, STEP)
@@ -108,36 +109,24 @@ def _move(
             begin_step((x,), (f,), (x_slots,), (f_slots,), loaded, later, first, T, begin, C, N, STEP, STEPS_IN_FLIGHT)
         if step >= 0:
             mbarrier.wait(written.index(step % STEPS_IN_FLIGHT), step // STEPS_IN_FLIGHT % 2)
-            store_step(y, x_in, x_slots, f_slots, step, first, T, begin, C, N, STEP, WORD, STEPS_IN_FLIGHT)
+            store_step(y, x_in, x_slots, f_slots, carried, step, first, T, begin, end, C, N, STEP, STEPS_IN_FLIGHT)
             gl.thread_barrier()
 
 
 @gluon.jit
-def _begin_piece(
-    phi, pieces, loaded, begin, piece, C: gl.constexpr, P: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
-    PIECES: gl.constexpr, STEP: gl.constexpr,
-):  # fmt: skip
-    """Of phi, with zeros beyond the channels of a step; tiles begin anywhere."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WORD_WARPS, 1], [1, 0])
-    slot = piece % PIECES
-    c, here = _channels_of(piece, begin, C, STEP, gl.SliceLayout(0, layout))
-    p = gl.arange(0, PHI_TILE, gl.SliceLayout(1, layout))[:, None]
-    for i in range(N):
-        for r in gl.static_range(TILES):
-            rows = phi + (i * C + r * PHI_TILE * (N * C)) + c[None, :] + p * (N * C)
-            target = pieces.index((slot * N + i) * TILES + r)
-            async_copy.async_copy_global_to_shared(target, rows, (p + r * PHI_TILE < P) & here[None, :])
-    async_copy.mbarrier_arrive(loaded.index(slot), increment_count=False)
+def _panel_of(piece, C: gl.constexpr):
+    """Which of a step's panels a piece of phi is multiplied with."""
+    return piece % PANELS if C % (PANELS * PANEL) == 0 else PANELS - 1 - piece % PANELS
 
 
 @gluon.jit
-def _channels_of(piece, begin, C: gl.constexpr, STEP: gl.constexpr, layout: gl.constexpr):
-    """The channels of a piece, two to a step, and which of them are its own."""
+def _channels_of(step, panel, begin, C: gl.constexpr, STEP: gl.constexpr, layout: gl.constexpr):
+    """The channels of a panel, and which of them are its own."""
+    within = panel * PANEL + gl.arange(0, PANEL, layout)
+    c = begin + step // 2 * STEP + within
     if C % (PANELS * PANEL) == 0:
-        return begin + piece * PANEL + gl.arange(0, PANEL, layout), gl.full([PANEL], True, gl.int1, layout)
+        return c, gl.full([PANEL], True, gl.int1, layout)
     else:
-        within = piece % PANELS * PANEL + gl.arange(0, PANEL, layout)
-        c = begin + piece // PANELS * STEP + within
         return c, (within < STEP) & (c < C)
 
 
@@ -167,22 +156,23 @@ def _write(
         if C % 8 != 0:
             clear_ends((x_slots,), (f_slots,), step, begin, C, N, STEP, STEPS_IN_FLIGHT)
         for p in range(PANELS):
+            own = own_channels(p, STEP, layout)
             tiles, others = x_slots.index(slot * PANELS + p), x_slots.index(slot * PANELS + 1 - p)
-            f = _load(f_slots.index(slot * PANELS + p), f_slots.index(slot * PANELS + 1 - p), t, C, 1, 0, layout)
+            f = _load(f_slots.index(slot * PANELS + p), f_slots.index(slot * PANELS + 1 - p), own, t, C, 1, 0, layout)
             if f_bias is not None:
-                c, here = _channels_of(step // 2 * PANELS + p, begin, C, STEP, gl.SliceLayout(0, layout))
+                c, here = _channels_of(step, p, begin, C, STEP, gl.SliceLayout(0, layout))
                 f += load_float(f_bias, c, here)[None, :]
             streams = ()
             for i in gl.static_range(N):
                 tile, other = tiles.slice(i * GROUP, GROUP), others.slice(i * GROUP, GROUP)
-                streams = streams + (_load(tile, other, t, C, N, i, layout),)
+                streams = streams + (_load(tile, other, own, t, C, N, i, layout),)
             ys = ()
             collapsed = zero
             for o in gl.static_range(N):
                 y = rounded(write_stream(o, streams, f, posts, mixes, N), gl.bfloat16, True)
                 ys = ys + (y,)
                 wide = y.to(gl.float32)
-                square += _own(fold(wide, wide, 8, True), p, STEP)
+                square += fold(wide, wide, 8, True)
                 if COLLAPSES:
                     collapsed = reads[o] * wide if o == 0 else gl.fma(reads[o], wide, collapsed)  # as `collapse`
             tiles.store(one_below_the_other(one_below_the_other(ys[0], ys[1]), one_below_the_other(ys[2], ys[3])))
@@ -207,22 +197,12 @@ def _write(
 
 
 @gluon.jit
-def _load(tile, other, t, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr, layout: gl.constexpr):
+def _load(tile, other, own, t, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr, layout: gl.constexpr):
     """A stream's channels as float32."""
     if C % 8 != 0:
-        return load_late_tile(tile, other, t, C, N, STREAM, layout)
+        return load_late_tile(tile, other, own, t, C, N, STREAM, layout)
     else:
         return tile.load(layout).to(gl.float32)
-
-
-@gluon.jit
-def _own(sums, panel, STEP: gl.constexpr):
-    """Sums over eight channels, or 0 where those are not the step's own: the next one adds them up."""
-    if STEP == PANELS * PANEL:
-        return sums
-    else:
-        c = gl.arange(0, PANEL // 8, gl.SliceLayout(0, sums.type.layout))[None, :] * 8
-        return gl.where(panel * PANEL + c < STEP, sums, 0.0)
 
 
 @gluon.jit
@@ -244,18 +224,21 @@ def _ends_a_chain(step, begin, end, STEP: gl.constexpr):
 
 @gluon.jit
 def _split_phi(
-    pieces, norm_weight, loaded, piece, begin, C: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
+    pieces, ends, norm_weight, loaded, piece, begin, C: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr,
     PIECES: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """A piece of phi becomes its parts, in place: of each tile eight rows of high parts, then eight of low ones."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    slot = piece % PIECES
+    slot, panel = piece % PIECES, _panel_of(piece, C)
     mbarrier.wait(loaded.index(slot), piece // PIECES % 2)
+    if len(ends) > 0:
+        if panel == 1:
+            keep_ends(pieces, ends[0], slot * N * TILES, C, N, TILES)
     parts = ()
     for k in gl.static_range(N * TILES):
-        rows = pieces.index(slot * N * TILES + k).load(layout)
+        tile = pieces.index(slot * N * TILES + k)
+        rows = tile.load(ROWS_LAYOUT) if len(ends) == 0 else load_late_rows(tile, ends[0], k % TILES, C, k // TILES)
         if norm_weight is not None:
-            c, here = _channels_of(piece, begin, C, STEP, gl.SliceLayout(0, layout))
+            c, here = _channels_of(piece, panel, begin, C, STEP, gl.SliceLayout(0, ROWS_LAYOUT))
             rows *= load_float(norm_weight, k // TILES * C + c, here)[None, :]
         high, low = bfloat16_parts(rows, True)
         parts = parts + (one_below_the_other(high, low),)
@@ -271,36 +254,36 @@ def _split_phi(
 
 @gluon.jit
 def _project(
-    x_slots, own_phi, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end, split,
-    C: gl.constexpr, P: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr, PIECES: gl.constexpr, STEP: gl.constexpr,
+    x_slots, own_phi, ends, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end,
+    split, C: gl.constexpr, P: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr, PIECES: gl.constexpr,
+    STEP: gl.constexpr,
 ):  # fmt: skip
-    """own_phi: phi, where it is loaded here, or nothing."""
+    """own_phi: phi where it arrives late, which is asked for here, or nothing; ends: as `keep_ends` has them."""
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
     zero = gl.zeros([8 * PHI_TILE, GROUP], gl.float32, mma)
     nothing = sum_parts(zero)
     chain, other_chain = nothing, nothing * 0.0  # as in `_write`
     pairs, other_pairs = (nothing, nothing, nothing), (other_chain, other_chain, other_chain)
     steps = steps_of(begin, end, C, STEP)
-    if len(own_phi) > 0:  # nobody else loads it
-        for piece in range(PIECES):
-            if piece < steps:
-                _begin_piece(own_phi[0], pieces, phi_loaded, begin, piece, C, P, N, TILES, PIECES, STEP)
+    if len(own_phi) > 0:
+        for piece in range(gl.minimum(PIECES, steps)):
+            begin_late_piece(own_phi[0], pieces, phi_loaded, piece, begin, C, N, TILES, PIECES, STEP)
     for piece in range(2):
-        _split_phi(pieces, norm_weight, phi_loaded, piece, begin, C, N, TILES, PIECES, STEP)
+        _split_phi(pieces, ends, norm_weight, phi_loaded, piece, begin, C, N, TILES, PIECES, STEP)
     for step in range(steps):
         slot = step % STEPS_IN_FLIGHT
         mbarrier.wait(written.index(slot), step // STEPS_IN_FLIGHT % 2)
         z = zero
-        for p in gl.static_range(PANELS):
+        for k in gl.static_range(PANELS):
             for o in gl.static_range(N):
                 # Rows of the next tiles follow those of a stream's parts; their sums are not stored.
-                tile = pieces.index(((step // 2 * 2 + p) % PIECES * N + o) * TILES)
+                tile = pieces.index(((step // 2 * 2 + k) % PIECES * N + o) * TILES)
                 rows = tile._reinterpret(gl.bfloat16, [8 * PHI_TILE, PANEL], SHARED)
-                columns = x_slots.index(slot * PANELS + p).slice(o * GROUP, GROUP).permute((1, 0))
-                z = warpgroup_mma(rows, columns, z, use_acc=(p + o) > 0, is_async=True)
+                columns = x_slots.index(slot * PANELS + _panel_of(k, C)).slice(o * GROUP, GROUP).permute((1, 0))
+                z = warpgroup_mma(rows, columns, z, use_acc=(k + o) > 0, is_async=True)
         # Each step splits a piece of the next sum, while it multiplies; a fourth piece has room, or the third waits.
         if (PIECES > 3 or step % 2 == 0) and step + 2 < steps:
-            _split_phi(pieces, norm_weight, phi_loaded, step + 2, begin, C, N, TILES, PIECES, STEP)
+            _split_phi(pieces, ends, norm_weight, phi_loaded, step + 2, begin, C, N, TILES, PIECES, STEP)
         z = warpgroup_mma_wait(0, deps=[z])
         gl.thread_barrier()
         mbarrier.arrive(free.index(slot), count=1)
@@ -308,11 +291,10 @@ def _project(
             mbarrier.arrive(phi_free.index((step - 1) % PIECES), count=1)
             mbarrier.arrive(phi_free.index(step % PIECES), count=1)
             if len(own_phi) > 0:
-                for piece in range(step - 1 + PIECES, step + 1 + PIECES):
-                    if piece < steps:
-                        _begin_piece(own_phi[0], pieces, phi_loaded, begin, piece, C, P, N, TILES, PIECES, STEP)
+                for piece in range(step - 1 + PIECES, gl.minimum(step + 1 + PIECES, steps)):
+                    begin_late_piece(own_phi[0], pieces, phi_loaded, piece, begin, C, N, TILES, PIECES, STEP)
             if PIECES == 3 and step + 2 < steps:
-                _split_phi(pieces, norm_weight, phi_loaded, step + 2, begin, C, N, TILES, PIECES, STEP)
+                _split_phi(pieces, ends, norm_weight, phi_loaded, step + 2, begin, C, N, TILES, PIECES, STEP)
         chain += sum_parts(z)
         if _ends_a_chain(step, begin, end, STEP):
             pairs = push(pairs, chain, step // (2 * CHAIN))
@@ -353,7 +335,6 @@ def write_project_hopper_kernel(
     N: gl.constexpr,
     WIDTH: gl.constexpr,
     STEP: gl.constexpr,
-    WORD: gl.constexpr,
 ):
     TILES: gl.constexpr = (P + PHI_TILE - 1) // PHI_TILE
     PIECES: gl.constexpr = 4 if TILES < 4 else 3  # as many as fit
@@ -370,12 +351,15 @@ def write_project_hopper_kernel(
     phi_loaded = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
     phi_free = gl.allocate_shared_memory(gl.int64, [PIECES, 1], mbarrier.MBarrierLayout())
     for k in gl.static_range(STEPS_IN_FLIGHT):
-        mbarrier.init(loaded.index(k), count=1 if TILED else 32 * WORD_WARPS)
+        mbarrier.init(loaded.index(k), count=1 if TILED else 32 * COPY_WARPS)
         mbarrier.init(written.index(k), count=1)
         mbarrier.init(free.index(k), count=2 if TILED else 1)  # of `project`, and of `store`
     for k in gl.static_range(PIECES):
-        mbarrier.init(phi_loaded.index(k), count=1 if TILED else 32 * WORD_WARPS)
+        mbarrier.init(phi_loaded.index(k), count=1)
         mbarrier.init(phi_free.index(k), count=1)
+    ends = ()
+    if C % 4 != 0:
+        ends = (allocate_ends(N, PHI_TILE),)
     fence_async_shared()
     COLLAPSES: gl.constexpr = x_in is not None
     # Written out twice: a tuple with a name keeps no constants. Where rows begin anywhere nobody waits at phi_free.
@@ -384,8 +368,8 @@ def write_project_hopper_kernel(
             [
                 (_write, (x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T,
                           begin, end, split, COLLAPSES, C, N, STEP)),
-                (_project, (x_slots, (), pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T,
-                            begin, end, split, C, P, N, TILES, PIECES, STEP)),
+                (_project, (x_slots, (), (), pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first,
+                            T, begin, end, split, C, P, N, TILES, PIECES, STEP)),
                 (load_tiles, ((x,), (f,), (x_slots,), (f_slots,), loaded, free, first, begin, end, C, N,
                               STEPS_IN_FLIGHT)),
                 (_load_phi, (phi, pieces, phi_loaded, phi_free, begin, end, C, N, TILES, PIECES)),
@@ -399,22 +383,22 @@ def write_project_hopper_kernel(
             [
                 (_write, (x_slots, f_slots, loaded, written, f_bias, post, res, read_weights, squares, first, T,
                           begin, end, split, COLLAPSES, C, N, STEP)),
-                (_project, (x_slots, (phi,), pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first,
-                            T, begin, end, split, C, P, N, TILES, PIECES, STEP)),
-                (_move, (x, f, y, x_in, x_slots, f_slots, loaded, written, free, first, T, begin, end, C, N, STEP,
-                         WORD)),
+                (_project, (x_slots, (phi,), ends, pieces, written, free, phi_loaded, phi_free, norm_weight, partials,
+                            first, T, begin, end, split, C, P, N, TILES, PIECES, STEP)),
+                (_move, (x, f, y, x_in, x_slots, f_slots, allocate_carried(N), loaded, written, free, first, T, begin,
+                         end, C, N, STEP)),
             ],
-            [4, WORD_WARPS],
-            [PROJECT_REGISTERS_BESIDE_WORDS, WORD_REGISTERS],
+            [4, COPY_WARPS],
+            [PROJECT_REGISTERS_BESIDE_ROWS, ROW_REGISTERS],
         )  # fmt: skip
 
 
 def _tiles(args: tuple[Any, ...], constants: dict[str, Any]) -> dict[int, Tiles]:
     T, C, P = args[12], args[14], args[15]
-    if C % SUM_WIDTH:
-        return {}
     streams, rows = Tiles((T, constants["N"] * C), STREAM_TILE), Tiles((T, C), STREAM_TILE)
     phi = Tiles((P, constants["N"] * C), (PHI_ROWS, STREAM_TILE[1]))
+    if C % SUM_WIDTH:
+        return {5: phi}
     tiles = {0: streams, 1: rows, 5: phi, 8: streams}
     return tiles if args[9] is None else tiles | {9: rows}
 

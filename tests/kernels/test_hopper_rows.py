@@ -1,6 +1,6 @@
-"""How channels are found, and moved, where rows begin anywhere: the instructions that `_hopper_late` and
-`_hopper_words` write out, run here lane by lane. The kernels that they are part of run on an emulated GPU in
-test_emulated.py.
+"""How channels are found, and put in their places, where rows begin anywhere: the instructions that `_hopper_late`,
+`_hopper_late_phi` and `_hopper_rows` write out, run here lane by lane. The kernels that they are part of run on an
+emulated GPU in test_emulated.py.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from emulator.decode import Decoded
 from emulator.program import LANES
 from emulator.ptx import parse
 
-from mhckit.kernels._hopper_launch import HAS_GLUON, hopper_step, hopper_word
+from mhckit.kernels._hopper_launch import HAS_GLUON, hopper_step
 
 if not HAS_GLUON:
     pytest.skip("kernels for Hopper are written for one version of Triton", allow_module_level=True)
 from mhckit.kernels import _hopper_late as late_rows
-from mhckit.kernels import _hopper_words as words
+from mhckit.kernels import _hopper_late_phi as late_phi
+from mhckit.kernels import _hopper_rows as moved_rows
 from mhckit.kernels._hopper_copies import GROUP
 
 Registers = dict[str, int]
@@ -89,14 +90,16 @@ def _late_row(number: int, late: int) -> list[int]:
 
 def _read_from_next(how: tuple[str, str], rows: Sequence[Sequence[int]], panel: int, given: Sequence[int]) -> None:
     """Eight lanes have the vectors of each of four rows on a panel, and beside them those on the other. They read the
-    row's channels, whatever comes before the first; the last lane of the second panel has none of its own.
+    row's channels, whatever comes before the first; the last lane of the second panel has none of its own, and reads 0.
     """
     code, operands = how
-    assert operands.split(",") == ["=&r"] * 8 + ["r"] * (8 + 2 * 8)
+    assert operands.split(",") == ["=&r"] * 8 + ["r"] * (8 + 3 * 8 + 8)
     warp: list[Registers] = []
     for lane in range(LANES):
         row, vector = rows[lane // 8], lane % 8
-        registers = {"$16": given[lane // 8], "$24": vector}
+        own = 64 * panel + 8 * vector < 120
+        registers = {"$16": given[lane // 8], "$24": 0xFFFF0000 if own else 0, "$32": 0x1044 if own else 0x4444}
+        registers["$40"] = vector
         for which, shown in enumerate((panel, 1 - panel)):
             for k in range(4):
                 at = 64 * shown + 8 * vector + 2 * k
@@ -106,7 +109,7 @@ def _read_from_next(how: tuple[str, str], rows: Sequence[Sequence[int]], panel: 
     for r, row in enumerate(rows):
         got = [lane[f"${k}"] for lane in warp[8 * r : 8 * r + 8] for k in range(8)]
         wanted = row[row.index(FIRST) + 64 * panel :][: 64 - 8 * panel]
-        assert got[: len(wanted)] == [c << 16 for c in wanted]
+        assert got == [c << 16 for c in wanted] + [0] * (64 - len(wanted))
 
 
 @pytest.mark.parametrize("channels", [129, 130, 131, 132, 133, 134, 135])
@@ -126,30 +129,67 @@ def test_lanes_read_from_the_next_one_as_their_token_says(first: int, panel: int
     _read_from_next(late_rows._reading_stream(1001, 1, 0, True), rows, panel, range(first, first + 4))
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_words_are_moved(odd: int) -> None:
-    """Of an odd row each channel one place down, so that words begin with its second one."""
-    count = 2 * words.ROWS_MOVED
-    rows = [[1 + 200 * r + place for place in range(128)] for r in range(words.ROWS_MOVED)]
-    assert words.MOVE_OPERANDS.value.split(",") == ["=&r"] * count + ["r"] * (5 * count)
+def _place(how: tuple[str, str], late: Sequence[int], given: bool) -> None:
+    """Sixteen lanes have the vectors of two tokens' rows, and the vector that was carried for each; the other sixteen
+    those of two more.
+    """
+    code, operands = how
+    assert operands.split(",") == ["=&r"] * 8 + ["r"] * (16 + 16 * (2 if given else 1))
+    carried = [[0x100 * token + k for k in range(8)] for token in range(4)]
+    rows = [[0x1001 + 0x1000 * token + k for k in range(128)] for token in range(4)]
     warp: list[Registers] = []
     for lane in range(LANES):
-        registers = {f"${2 * count}": odd, f"${4 * count}": lane}
-        for r, row in enumerate(rows):
-            for panel in range(2):
-                at = 64 * panel + 2 * lane
-                registers[f"${count + 2 * r + panel}"] = _word(row[at : at + 2])
+        registers = {"$24": lane % 16}
+        for pair in range(2):
+            token = lane // 16 * 2 + pair
+            own = rows[token][8 * (lane % 16) :]
+            for k in range(4):
+                registers[f"${8 + 4 * pair + k}"] = _word(own[2 * k : 2 * k + 2])
+                registers[f"${16 + 4 * pair + k}"] = _word(carried[token][2 * k : 2 * k + 2])
+            registers[f"${40 + 8 * pair}"] = late[token]
         warp.append(registers)
-    _run(words.MOVE.value, warp)
+    _run(code, warp)
+    for token in range(4):
+        lanes = warp[token // 2 * 16 :][:16]
+        got = [c for lane in lanes for k in range(4) for c in _channels(lane[f"${4 * (token % 2) + k}"])]
+        assert got == (carried[token] + rows[token])[8 - late[token] :][:128]
+
+
+@pytest.mark.parametrize("channels", [129, 130, 131, 132, 133, 134, 135])
+@pytest.mark.parametrize("stream", range(4))
+def test_vectors_of_a_stream_are_placed(channels: int, stream: int) -> None:
+    """As late as the row, behind what was carried."""
+    late = [(token * 4 + stream) * channels % 8 for token in range(4)]
+    _place(moved_rows._placing_stream(channels, 4, stream), late, given=False)
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_vectors_are_placed_as_their_token_says(first: int) -> None:
+    _place(moved_rows._placing_stream(1001, 1, 0), range(first, first + 4), given=True)
+
+
+@pytest.mark.parametrize("late", [1, 2, 3])
+def test_phi_is_read_from_its_first_channel_on(late: int) -> None:
+    """Sixteen lanes have a row's vectors, and each of them has the row's end."""
+    code, operands = late_phi._shifting(late)
+    assert operands.split(",") == ["=&r"] * 4 + ["r"] * 12
+    rows = [[1000 * row + k for k in range(64 + 4)] for row in (1, 2)]
+    warp: list[Registers] = []
+    for lane in range(LANES):
+        row, vector = rows[lane // 16], lane % 16
+        registers = {"$12": vector}
+        for k in range(4):
+            registers[f"${4 + k}"], registers[f"${8 + k}"] = row[4 * vector + k], row[64 + k]
+        warp.append(registers)
+    _run(code, warp)
     for r, row in enumerate(rows):
-        got = [c for panel in range(2) for lane in range(LANES) for c in _channels(warp[lane][f"${2 * r + panel}"])]
-        assert got[: 128 - odd] == row[odd:]
+        assert [lane[f"${k}"] for lane in warp[16 * r : 16 * r + 16] for k in range(4)] == row[late : late + 64]
 
 
 @pytest.mark.parametrize("channels", [129, 130, 132, 255, 1001])
 @pytest.mark.parametrize("streams", [1, 4])
 def test_groups_begin_at_boundaries(channels: int, streams: int) -> None:
-    """Which `_origin` and the shifts of rows rely on: of 16 bytes, for every group of tokens and every step."""
+    """Which `_boundaries` and the shifts of rows rely on: of 16 bytes, for every group of tokens and every step."""
     step = hopper_step(channels)
     assert GROUP.value * streams * channels % 8 == 0 and step % 8 == 0
     for token in range(2 * GROUP.value):
@@ -158,4 +198,3 @@ def test_groups_begin_at_boundaries(channels: int, streams: int) -> None:
             start = (token * streams + stream) * channels
             rounded = late // 8 * 8 + token // (8 // streams) * (8 * channels)
             assert start - rounded == late % 8 == start % 8 and late % 8 + step < 128
-            assert (start + start % 2 * (channels % 2)) % hopper_word(channels) == 0
