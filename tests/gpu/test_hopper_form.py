@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accuracy import run
+from accuracy import assert_nan_stays_in_its_token, run
 from recipes import every_recipe
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from mhckit.bench.launches import device_events
 from mhckit.kernels import _launch, _launcher, _write_project
 from mhckit.kernels._hopper_launch import has_hopper_forms, hopper_slice_width
 from mhckit.kernels._launch import slice_width
-from mhckit.testing import make_call
+from mhckit.testing import Call, make_call
 
 DEVICE = torch.device("cuda")
 RECIPES = every_recipe()
@@ -299,3 +299,14 @@ def test_a_new_number_of_tokens_compiles_nothing() -> None:
     for tokens in (64 * _launch.multiprocessors_of(DEVICE), 77):
         make_call("junction", RECIPES["deepseek_v4"], lead=(tokens,), **options)()
     assert compiled() == after
+
+
+@pytest.mark.parametrize("channels", [256, 257, 5129, 5130])
+def test_nan_stays_in_its_token(channels: int, launched: list[str]) -> None:
+    """Where rows begin anywhere, a step's last places hold what follows its channels: the next token's row."""
+    options = dict(lead=(70,), channels=channels, dtype=torch.bfloat16, device=DEVICE)
+    call = make_call("junction", RECIPES["deepseek_v4"], **options)
+    tensors = {name: tensor for name, tensor in call.tensors.items() if name != "f_bias"}
+    assert_nan_stays_in_its_token(Call("junction", call.recipe, tensors), 40)
+    assert "streams_bwd_hopper_kernel" in launched
+    assert channels % 8 == 0 or "write_project_hopper_kernel" in launched

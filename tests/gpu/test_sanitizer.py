@@ -12,7 +12,8 @@ import pytest
 
 import mhckit.kernels
 
-HOPPER = sorted(Path(mhckit.kernels.__file__).parent.glob("*_hopper.py"))
+FOLDER = Path(mhckit.kernels.__file__).parent
+HOPPER = sorted([*FOLDER.glob("*_hopper.py"), *FOLDER.glob("*_eight.py")])
 
 
 def _hand_over() -> set[str]:
@@ -24,7 +25,7 @@ def _hand_over() -> set[str]:
         for file in HOPPER
         for number, line in enumerate(file.read_text().splitlines(), start=1)
         if line.lstrip().startswith("gl.warp_specialize(")
-        or (line.startswith("def ") and line.endswith("_hopper_kernel("))
+        or (line.startswith("def ") and line.endswith(("_hopper_kernel(", "_eight_kernel(")))
     }
 
 

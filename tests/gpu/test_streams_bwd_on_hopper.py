@@ -64,7 +64,9 @@ def test_every_kind_of_recipe(
     """A group that is hardly there, several programs of which the last has one that is not full, and rows that begin
     anywhere.
     """
-    _assert_accurate(_call(name, tokens, channels, without=without), launched)
+    _assert_accurate(
+        _call(name, tokens, channels, without=without), launched, used=(name, channels) != ("mhc_lite", 385)
+    )
 
 
 @pytest.mark.parametrize(("tokens", "channels"), [
@@ -77,10 +79,10 @@ def test_sizes(tokens: int, channels: int, launched: list[Any]) -> None:
     _assert_accurate(_call("deepseek_v4", tokens, channels), launched)
 
 
-def _assert_accurate(call: Call, launched: list[Any]) -> None:
+def _assert_accurate(call: Call, launched: list[Any], *, used: bool = True) -> None:
     with poisoned_memory():
         assert_accurate(call)
-    assert _grid(launched) is not None
+    assert (_grid(launched) is not None) == used
 
 
 def _assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -160,6 +162,7 @@ def test_what_is_not_a_number_stays_with_its_token(channels: int, launched: list
     ("deepseek_v4", {"without": ()}, False),  # a bias of f
     ("deepseek_v4", {"channels": 192}, False),
     ("deepseek_v4", {"channels": 257}, True),
+    ("mhc_lite", {"channels": 257}, False),  # 32 rows of phi have no room
     ("deepseek_v4", {"channels": 127}, False),
     ("deepseek_v4", {"dtype": torch.float16}, False),
     ("deepseek_v4", {"dtype": torch.float32}, False),

@@ -131,7 +131,7 @@ def shares(channels: int, streams: int = 4) -> None:
     eight streams F1, too.
     """
     recipe = RECIPES["deepseek_v41"].replace(streams=streams)
-    call = call_of("junction", recipe, 33, channels, "f_bias,out_norm_weight")
+    call = call_of("junction", recipe, 70, channels, "f_bias,out_norm_weight")
     width, results = hopper_step(channels), []
     forms = (_eight_fwd, _eight_bwd) if streams == 8 else (_hopper_bwd,)
     for form in forms:

@@ -41,13 +41,13 @@ def _passes(*arguments: object) -> list[str]:
     ("hy_v4", 256, "f_bias"),  # keeps every stream as it is
     ("projection", 257, "f_bias,norm_weight"),
     ("mhc_lite", 256, "f_bias,out_norm_weight"),  # 32 rows of phi
-    ("mhc_lite", 257, "f_bias"),
+    ("mhc_lite", 257, "f_bias"),  # for which J has no room
 ])  # fmt: skip
 def test_every_kind_of_recipe_in_the_forms_for_hopper(recipe: str, channels: int, without: str) -> None:
     """A group of tokens that is whole, and one that is hardly there; rows that are aligned, and that begin anywhere."""
     options = ("--tokens", 35, "--channels", channels, "--without", without, "--many")
     launched = _passes("accuracy", "junction", recipe, *options)
-    assert F1 in launched and J in launched
+    assert F1 in launched and (PLAIN_J if (recipe, channels) == ("mhc_lite", 257) else J) in launched
 
 
 @pytest.mark.parametrize(("tokens", "channels"), [(1, 129), (66, 130), (65, 132), (70, 384)])

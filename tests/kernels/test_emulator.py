@@ -51,6 +51,7 @@ def _computed(body: str, a: int = 0, b: int = 0) -> int:
 
 @pytest.mark.parametrize(("body", "a", "b", "result"), [
     ("add.s32 %r12, %r10, %r11;", 0xFFFFFFFF, 2, 1),
+    ("rem.s32 %r12, %r10, %r11;", 0xFFFFFFF9, 4, 0xFFFFFFFD),
     ("mul.hi.s32 %r12, %r10, %r11;", 0xFFFFFFFE, 0x40000000, 0xFFFFFFFF),
     ("mul.hi.u32 %r12, %r10, %r11;", 0xFFFFFFFE, 0x40000000, 0x3FFFFFFF),
     ("shl.b32 %r12, %r10, %r11;", 1, 40, 0),
@@ -103,6 +104,13 @@ def test_lanes_may_store_different_nan_to_one_place() -> None:
     body = "and.b32 %r5, %r1, 1; shl.b32 %r5, %r5, 31; or.b32 %r5, %r5, 0x7fc00000; st.global.b32 [%rd1], %r5;"
     _run(f"{PLACES} {body}", results, warps=1)
     assert results[0].isnan()
+
+
+def test_a_program_has_so_much_shared_memory() -> None:
+    kernel = Decoded(parse(".visible .entry test(\n)\n.reqntid 32\n{\n\tret;\n}\n"))
+    run(Ready(kernel, 232448), (1,), [])
+    with pytest.raises(BadAccess, match="232449 bytes"):
+        run(Ready(kernel, 232449), (1,), [])
 
 
 @pytest.mark.parametrize("seed", range(3))

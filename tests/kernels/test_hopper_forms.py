@@ -293,6 +293,7 @@ def _layout_for(
     ({"streams": 2}, False),
     ({"channels": 192}, False),
     ({"channels": 255}, True),
+    ({"channels": 255, "rows": 25}, False),  # what is carried from step to step takes their room
     ({"channels": 255, "bias": True}, False),
     ({"channels": 127}, False),
     ({"bias": True}, False),

@@ -150,31 +150,54 @@ def _begin(tensor, tile, token, channel, T, C: gl.constexpr, N: gl.constexpr, ST
 
 
 @gluon.jit
-def _store(
+def _load_vectors(tile, carried):
+    """Of a group's rows, and for each the one that was carried."""
+    before = gl.expand_dims(carried.load(gl.SliceLayout(1, STORED_VECTORS)), 1)
+    before = gl.reshape(before.broadcast_to([GROUP, WIDTH // VECTOR, VECTOR]), (GROUP, WIDTH))
+    return tile.load(STORED), gl.convert_layout(before, STORED, assert_trivial=True)
+
+
+@gluon.jit
+def _place(vectors, late, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr):
+    """Vectors of rows as they are stored."""
+    how: gl.constexpr = _placing_stream(C, N, STREAM)
+    c = gl.arange(0, WIDTH, gl.SliceLayout(0, STORED))[None, :]
+    given = [vectors[0], vectors[1], (c // VECTOR).broadcast_to([GROUP, WIDTH])]
+    if N == 1:
+        given = given + [late.broadcast_to([GROUP, WIDTH])]
+    return gl.inline_asm_elementwise(how[0], how[1], given, dtype=gl.bfloat16, is_pure=False, pack=PLACED_AT_ONCE)
+
+
+@gluon.jit
+def _store_whole(tensor, tiles, carried, token, channel, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr,
+                 STREAM: gl.constexpr):  # fmt: skip
+    """A step between a program's first one and its last, of tokens that all exist: its vectors are whole. tiles: of
+    some streams, from one on, with what was carried for each. All are loaded before any is placed.
+    """
+    t = gl.arange(0, GROUP, gl.SliceLayout(1, STORED))[:, None]
+    c = gl.arange(0, WIDTH, gl.SliceLayout(0, STORED))[None, :]
+    vectors = ()
+    for k in gl.static_range(len(tiles)):
+        vectors = vectors + (_load_vectors(tiles[k], carried[k]),)
+    for k in gl.static_range(len(tiles)):
+        rows, late = _boundaries(tensor, t, STREAM + k, token, channel, C, N)
+        gl.store(c + rows, _place(vectors[k], late, C, N, STREAM + k), mask=c < STEP)
+
+
+@gluon.jit
+def _store_parts(
     tensor, tile, carried, token, channel, T, begin, end, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr,
     STREAM: gl.constexpr,
 ):  # fmt: skip
+    """A step of which vectors, or tokens, may be missing."""
     t = gl.arange(0, GROUP, gl.SliceLayout(1, STORED))[:, None]
     c = gl.arange(0, WIDTH, gl.SliceLayout(0, STORED))[None, :]
     rows, late = _boundaries(tensor, t, STREAM, token, channel, C, N)
-    how: gl.constexpr = _placing_stream(C, N, STREAM)
-    before = gl.expand_dims(carried.load(gl.SliceLayout(1, STORED_VECTORS)), 1)
-    before = gl.reshape(before.broadcast_to([GROUP, WIDTH // VECTOR, VECTOR]), (GROUP, WIDTH))
-    given = [tile.load(STORED), gl.convert_layout(before, STORED, assert_trivial=True)]
-    given = given + [(c // VECTOR).broadcast_to([GROUP, WIDTH])]
-    if N == 1:
-        given = given + [late.broadcast_to([GROUP, WIDTH])]
-    vectors = gl.inline_asm_elementwise(
-        how[0], how[1], given, dtype=gl.bfloat16, is_pure=False, pack=PLACED_AT_ONCE
-    )  # fmt: skip
-    if (channel > begin) & (channel + STEP < end) & (token + GROUP <= T):
-        gl.store(c + rows, vectors, mask=c < STEP)
-    else:
-        count = gl.minimum(end - channel, STEP)
-        first = c // VECTOR * VECTOR - late  # channel of a vector
-        whole = (first + VECTOR <= count) & ((first >= 0) | (channel > begin))
-        gl.store(c + rows, vectors, mask=whole & (token + t < T))
-        _store_ends(tensor, tile, carried, token, channel, T, begin, end, C, N, STEP, STREAM)
+    vectors = _place(_load_vectors(tile, carried), late, C, N, STREAM)
+    first = c // VECTOR * VECTOR - late  # channel of a vector
+    whole = (first + VECTOR <= gl.minimum(end - channel, STEP)) & ((first >= 0) | (channel > begin))
+    gl.store(c + rows, vectors, mask=whole & (token + t < T))
+    _store_ends(tensor, tile, carried, token, channel, T, begin, end, C, N, STEP, STREAM)
 
 
 @gluon.jit
@@ -245,15 +268,29 @@ def store_step(
     token, channel = place_of(step, first, begin, STEP)
     tile = _slot(stream_slots, step % SLOTS, N * GROUP)
     before = step % 2 * (N + 1)
-    for i in gl.static_range(N):
-        rows = tile.slice(i * GROUP, GROUP)
-        _store(streams, rows, carried.index(before + i), token, channel, T, begin, end, C, N, STEP, i)
+    if (channel > begin) & (channel + STEP < end) & (token + GROUP <= T):
+        for i in gl.static_range(0, N, 2):  # more have no room in registers
+            pair = (tile.slice(i * GROUP, GROUP), tile.slice((i + 1) * GROUP, GROUP))
+            ends = (carried.index(before + i), carried.index(before + i + 1))
+            _store_whole(streams, pair, ends, token, channel, C, N, STEP, i)
+        if row is not None:
+            rows = _slot(row_slots, step % SLOTS, GROUP)
+            _store_whole(row, (rows,), (carried.index(before + N),), token, channel, C, 1, STEP, 0)
+    else:
+        for i in gl.static_range(N):
+            rows = tile.slice(i * GROUP, GROUP)
+            _store_parts(streams, rows, carried.index(before + i), token, channel, T, begin, end, C, N, STEP, i)
+        if row is not None:
+            rows = _slot(row_slots, step % SLOTS, GROUP)
+            _store_parts(row, rows, carried.index(before + N), token, channel, T, begin, end, C, 1, STEP, 0)
+    _carry(tile, carried.index(before), N * GROUP, STEP)
     if row is not None:
-        rows = _slot(row_slots, step % SLOTS, GROUP)
-        _store(row, rows, carried.index(before + N), token, channel, T, begin, end, C, 1, STEP, 0)
+        _carry(_slot(row_slots, step % SLOTS, GROUP), carried.index(before + N), GROUP, STEP)
+
+
+@gluon.jit
+def _carry(tile, carried, ROWS: gl.constexpr, STEP: gl.constexpr):
+    """The last vector of each row."""
     layout: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32, 1], [COPY_WARPS, 1], [1, 0])
     last = tile.slice(STEP - VECTOR, VECTOR, 1).load(layout)
-    if row is not None:
-        last_of_row = _slot(row_slots, step % SLOTS, GROUP).slice(STEP - VECTOR, VECTOR, 1).load(layout)
-        carried.index(before + N).store(last_of_row)
-    carried.index(before)._reinterpret(gl.bfloat16, [N * GROUP, VECTOR], LINES).store(last)
+    carried._reinterpret(gl.bfloat16, [ROWS, VECTOR], LINES).store(last)

@@ -42,7 +42,7 @@ from ._device import (
     write_stream,
 )
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
-from ._hopper_launch import HAS_GLUON, has_hopper_channels, has_hopper_forms
+from ._hopper_launch import HAS_GLUON, has_hopper_forms
 from ._launch import (
     BFLOAT,
     FLOAT,
@@ -308,8 +308,8 @@ def read_streams_bwd(x: Tensor, g: Tensor | None, collapse: CollapseGradient, pr
 def hopper_phi_layout(x: Tensor, g: Tensor | None, dx_in: Tensor | None, write: Write, rows: int) -> PhiLayout | None:
     """How J's form for Hopper wants phi, or None where it is the plain form that runs, whatever the number of tokens.
 
-    It wants four streams of bfloat16, all of their gradient's parts, a projection of at most 32 rows, channels that it
-    can take, and no bias; or eight streams that are mixed.
+    It wants four streams of bfloat16, all of their gradient's parts, channels and rows of phi that it can take, and no
+    bias; or eight streams that are mixed.
     """
     if _hopper is None or g is None or dx_in is None or write.f_bias is not None or not has_hopper_forms(x.device):
         return None
@@ -318,9 +318,7 @@ def hopper_phi_layout(x: Tensor, g: Tensor | None, dx_in: Tensor | None, write: 
         return None
     if streams == _eight.STREAMS:
         return _eight.phi_layout(rows) if write.res is not None and _eight.takes(channels, rows) else None
-    layout = _hopper.phi_layout(rows, channels)
-    fits = layout.rows <= _hopper.MAX_PART_ROWS and has_hopper_channels(channels)
-    return layout if streams == 4 and fits else None
+    return _hopper.phi_layout(rows, channels) if streams == 4 and _hopper.takes(channels, rows) else None
 
 
 def write_streams_bwd(

@@ -57,6 +57,7 @@ from ._hopper_launch import (
     HOPPER_TOKENS,
     chunk_width,
     chunks_span,
+    has_hopper_channels,
     hopper_step,
 )
 from ._hopper_rows import COPY_WARPS, VECTOR, WIDTH, allocate_carried, begin_step, store_step, vector_of_slot
@@ -73,7 +74,10 @@ from ._launcher import run
 
 # A tile of phi is [rows of parts, channels].
 PHI_TILE = (PART_ROWS.value, STREAM_TILE[1])
-MAX_PART_ROWS = 4 * PHI_TILE[0]
+# Of phi's parts: tiles for each stream, at most; and where warps move rows, who carry the last vectors of a step to the
+# next one. A fourth tile needs 3464 bytes of shared memory that are not left then.
+MAX_TILES = 4
+MAX_TILES_BESIDE_CARRIED = 3
 SLOTS = gl.constexpr(2)
 # For each thread of the warps that move rows which begin anywhere: with fewer they spill more.
 MOVE_REGISTERS = gl.constexpr(120)
@@ -418,6 +422,12 @@ def streams_bwd_hopper_kernel(
             [COPY_WARPS, 1],
             [MOVE_REGISTERS, COPY_REGISTERS],
         )  # fmt: skip
+
+
+def takes(channels: int, rows: int) -> bool:
+    """Whether there is a form for so many channels, and for so many rows of phi."""
+    most = MAX_TILES if channels % SUM_WIDTH == 0 else MAX_TILES_BESIDE_CARRIED
+    return has_hopper_channels(channels) and cdiv(2 * rows, PHI_TILE[0]) <= most
 
 
 def phi_layout(rows: int, channels: int) -> PhiLayout:

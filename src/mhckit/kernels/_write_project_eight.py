@@ -5,8 +5,8 @@ As in `_write_project_hopper` every kind of work has warps of its own:
     load        the copy engine brings the streams and f, 64 tokens x 32 channels, into one of four slots
     write       eight warps turn the streams in a slot into y, f into x_in, and sum the squares
     store       the copy engine takes both out of the slot
-    load_phi    the copy engine brings the pieces of phi, 32 channels of two streams each
-    project     four warps split phi in bfloat16 parts, in place, and multiply y with them, also in place
+    load_phi    the copy engine brings the pieces of phi, 32 channels of a stream each
+    project     four warps load phi, split it in bfloat16 parts and multiply them with y, where that lies
 
 A program has 64 tokens, which share phi: for 32 of them it would be twice the bytes that they read and write. Sums over
 channels end where a chunk of them does, as in `_streams_bwd_hopper`: how many programs share the channels may follow
@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mhckit.ops._register import empty
 
 from ._descriptors import Tiles, shared_layout, tiled_arguments
-from ._device import collapse, fold, join_last, load_float, rounded, stacked_parts
+from ._device import bfloat16_parts, collapse, fold, join_last, load_float, rounded, sum_parts
 from ._hopper_columns import load_columns
 from ._hopper_copies import COPY_REGISTERS
 from ._hopper_launch import HOPPER_TOKENS, chunk_width, chunks_span
@@ -39,9 +39,8 @@ from ._launch import FLOAT, SUM_WIDTH, cdiv, tokens_of
 from ._launcher import run
 
 STREAMS = 8
-# Channels of a slot, and of a piece of phi; streams of a piece.
+# Channels of a slot, and of a piece of phi.
 SLOT_CHANNELS = 32
-PIECE_STREAMS = 2
 # Of phi: rows, and those of a tile.
 ALL_ROWS = STREAMS * (STREAMS + 2)
 PHI_ROWS = 16
@@ -49,15 +48,39 @@ PHI_ROWS = 16
 TOKENS = gl.constexpr(HOPPER_TOKENS)
 N = gl.constexpr(STREAMS)
 WIDTH = gl.constexpr(SLOT_CHANNELS)
-TOGETHER = gl.constexpr(PIECE_STREAMS)
-ROUNDS = gl.constexpr(STREAMS // PIECE_STREAMS)  # pieces of the same channels
 ROWS = gl.constexpr(PHI_ROWS)
 TILES = gl.constexpr(ALL_ROWS // PHI_ROWS)
 SLOTS = gl.constexpr(4)
-PIECES = gl.constexpr(4)  # one in use, one being split, two on their way
+PIECES = gl.constexpr(8)  # with four of them, and five slots, F1 takes 7% longer
 SHARED = gl.constexpr(shared_layout(2, SLOT_CHANNELS))
 PHI_LAYOUT = gl.constexpr(shared_layout(4, SLOT_CHANNELS))
-PROJECT_REGISTERS = gl.constexpr(160)
+PROJECT_REGISTERS = gl.constexpr(176)
+
+# Rows of phi whose parts a dot takes as its left operand: 16 of each warp, eight rows' high parts and then their low
+# ones. A thread loads pairs of channels as it multiplies them, and splits them itself. Half a warp loads every other of
+# eight rows, which lie in different banks (`_part_row`).
+DOT_ROWS = gl.constexpr(32)
+MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HOPPER_TOKENS, 16]))
+OPERAND = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2))
+PHI_PAIRS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 8], [0, 16]],
+        lane_bases=[[0, 2], [0, 4], [2, 0], [4, 0], [1, 0]],
+        warp_bases=[[8, 0], [16, 0]],
+        block_bases=[],
+        shape=[2 * PHI_ROWS, SLOT_CHANNELS],
+    )
+)
+# The same of half as many rows, which two warps have each: [twice, rows, channels].
+PHI_PAIRS_TWICE = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 8], [0, 0, 16]],
+        lane_bases=[[0, 0, 2], [0, 0, 4], [0, 2, 0], [0, 4, 0], [0, 1, 0]],
+        warp_bases=[[0, 8, 0], [1, 0, 0]],
+        block_bases=[],
+        shape=[2, PHI_ROWS, SLOT_CHANNELS],
+    )
+)
 
 
 @gluon.jit
@@ -93,16 +116,14 @@ def _stream(slots, slot, i: gl.constexpr):
 
 @gluon.jit
 def _load_phi(phi, pieces, loaded, free, begin, end, C: gl.constexpr):
-    for piece in range((end - begin) // WIDTH * ROUNDS):
+    for piece in range((end - begin) // WIDTH * N):
         slot = piece % PIECES
         arrived = loaded.index(slot)
         mbarrier.wait(free.index(slot), piece // PIECES % 2 ^ 1)
-        mbarrier.expect(arrived, TOGETHER * TILES * ROWS * WIDTH * 4)
-        for i in gl.static_range(TOGETHER):
-            column = (piece % ROUNDS * TOGETHER + i) * C + begin + piece // ROUNDS * WIDTH
-            for r in gl.static_range(TILES):
-                tile = pieces.index((slot * TOGETHER + i) * TILES + r)
-                tma.async_copy_global_to_shared(phi, [r * ROWS, column], arrived, tile)
+        mbarrier.expect(arrived, TILES * ROWS * WIDTH * 4)
+        for r in gl.static_range(TILES):
+            at = [r * ROWS, piece % N * C + begin + piece // N * WIDTH]
+            tma.async_copy_global_to_shared(phi, at, arrived, pieces.index(slot * TILES + r))
 
 
 @gluon.jit
@@ -168,35 +189,38 @@ def _one_below_the_other(tiles):
 
 
 @gluon.jit
-def _split_phi(pieces, norm_weight, loaded, piece, begin, C: gl.constexpr):
-    """A piece of phi becomes its parts, in place: of each tile eight rows of high parts, then their low ones, twice."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
-    COUNT: gl.constexpr = TOGETHER * TILES
-    AT_ONCE: gl.constexpr = 8  # between two stores the compiler puts a barrier
-    mbarrier.wait(loaded.index(piece % PIECES), piece // PIECES % 2)
-    first = piece % PIECES * COUNT
-    parts = ()
-    for tile in gl.static_range(COUNT):
-        rows = pieces.index(first + tile).load(layout)
-        if norm_weight is not None:
-            c = begin + piece // ROUNDS * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-            stream = piece % ROUNDS * TOGETHER + tile // TILES
-            rows *= load_float(norm_weight, stream * C + c, c < C)[None, :]
-        parts = parts + (stacked_parts(rows, True),)
-    _store_parts(pieces, first, parts[:AT_ONCE])
-    _store_parts(pieces, first + AT_ONCE, parts[AT_ONCE:])
-    fence_async_shared()
+def _take_phi(pieces, norm_weight, loaded, free, piece, begin, C: gl.constexpr):
+    """The parts of a piece of phi, of all rows: the last dot has some of them twice."""
+    slot = piece % PIECES
+    mbarrier.wait(loaded.index(slot), piece // PIECES % 2)
+    first = slot * TILES
+    upper = pieces.index(first)._reinterpret(gl.float32, [DOT_ROWS, WIDTH], PHI_LAYOUT).load(PHI_PAIRS)
+    middle = pieces.index(first + 2)._reinterpret(gl.float32, [DOT_ROWS, WIDTH], PHI_LAYOUT).load(PHI_PAIRS)
+    last = pieces.index(first + 4).load(gl.SliceLayout(0, PHI_PAIRS_TWICE))
+    lower = gl.reshape(gl.expand_dims(last, 0).broadcast_to([2, ROWS, WIDTH]), (DOT_ROWS, WIDTH))
+    lower = gl.convert_layout(lower, PHI_PAIRS, assert_trivial=True)
+    gl.thread_barrier()
+    mbarrier.arrive(free.index(slot), count=1)
+    if norm_weight is not None:
+        c = begin + piece // N * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, PHI_PAIRS))
+        weights = load_float(norm_weight, piece % N * C + c, c < C)[None, :]
+        upper, middle, lower = upper * weights, middle * weights, lower * weights
+    return _parts(upper), _parts(middle), _parts(lower)
 
 
 @gluon.jit
-def _store_parts(pieces, first, parts):
-    COUNT: gl.constexpr = len(parts)
-    _parts_of(pieces, first, COUNT).store(gl.reshape(_one_below_the_other(parts), (COUNT * 2 * ROWS, WIDTH)))
+def _parts(rows):
+    """[64, channels]."""
+    high, low = bfloat16_parts(rows, True)
+    split = gl.reshape(gl.join(high, low), (DOT_ROWS // 8, 4, 2, WIDTH, 2))
+    split = gl.reshape(gl.permute(split, (0, 4, 2, 1, 3)), (2 * DOT_ROWS, WIDTH))
+    return gl.convert_layout(split, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
-def _parts_of(pieces, tile, COUNT: gl.constexpr):
-    return pieces.index(tile)._reinterpret(gl.bfloat16, [COUNT * 2 * ROWS, WIDTH], SHARED)
+def _part_row(row):
+    """Of phi, from a row of sums of both parts."""
+    return row // 8 * 8 + row % 4 * 2 + row // 4 % 2
 
 
 @gluon.jit
@@ -204,46 +228,40 @@ def _project(
     x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end,
     C: gl.constexpr, P: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
-    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 16])
-    last_mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 32, 16])
-    nothing = gl.zeros([TOKENS, 4 * 2 * ROWS], gl.float32, mma)
-    last_nothing = gl.zeros([TOKENS, 2 * ROWS], gl.float32, last_mma)
-    z, last_z = nothing, last_nothing
-    count = (end - begin) // WIDTH * ROUNDS
+    nothing = gl.zeros([2 * DOT_ROWS, TOKENS], gl.float32, MMA)
+    upper_z, middle_z, lower_z = nothing, nothing, nothing
+    count = (end - begin) // WIDTH * N
     streams = x_slots._reinterpret(gl.bfloat16, [SLOTS * N, TOKENS, WIDTH], SHARED)
-    _split_phi(pieces, norm_weight, phi_loaded, 0, begin, C)
-    gl.thread_barrier()
+    upper, middle, lower = _take_phi(pieces, norm_weight, phi_loaded, phi_free, 0, begin, C)
     for step in range((end - begin) // WIDTH):
         slot = step % SLOTS
         mbarrier.wait(written.index(slot), step // SLOTS % 2)
-        for k in range(ROUNDS):
-            piece = step * ROUNDS + k
-            for i in gl.static_range(TOGETHER):
-                tile = (piece % PIECES * TOGETHER + i) * TILES
-                y = streams.index(slot * N + k * TOGETHER + i)
-                z = warpgroup_mma(y, _parts_of(pieces, tile, 4).permute((1, 0)), z, is_async=True)
-                last_z = warpgroup_mma(y, _parts_of(pieces, tile + 4, 1).permute((1, 0)), last_z, is_async=True)
-            if piece + 1 < count:
-                _split_phi(pieces, norm_weight, phi_loaded, piece + 1, begin, C)
-            z, last_z = warpgroup_mma_wait(0, deps=[z, last_z])
-            gl.thread_barrier()
-            mbarrier.arrive(phi_free.index(piece % PIECES), count=1)
+        for stream in range(N):
+            y = streams.index(slot * N + stream).permute((1, 0))
+            upper_z = warpgroup_mma(upper, y, upper_z, is_async=True)
+            middle_z = warpgroup_mma(middle, y, middle_z, is_async=True)
+            lower_z = warpgroup_mma(lower, y, lower_z, is_async=True)
+            following = gl.minimum(step * N + stream + 1, count - 1)  # behind the last piece that one again
+            next_parts = _take_phi(pieces, norm_weight, phi_loaded, phi_free, following, begin, C)
+            upper_z, middle_z, lower_z = warpgroup_mma_wait(0, deps=[upper_z, middle_z, lower_z])
+            upper, middle, lower = next_parts
+        gl.thread_barrier()
         mbarrier.arrive(free.index(slot), count=1)
         after = begin + (step + 1) * WIDTH
         if (after % CHUNK == 0) | (after >= end):
             chunk = _chunk_before(after, CHUNK)
-            _store_sums(partials, chunk, z, 0, first, T, P)
-            _store_sums(partials, chunk, last_z, 4 * ROWS, first, T, P)
-            z, last_z = nothing, last_nothing
+            _store_sums(partials, chunk, upper_z, 0, first, T, P)
+            _store_sums(partials, chunk, middle_z, DOT_ROWS, first, T, P)
+            _store_sums(partials, chunk, lower_z, 2 * DOT_ROWS, first, T, P)
+            upper_z, middle_z, lower_z = nothing, nothing, nothing
 
 
 @gluon.jit
 def _store_sums(partials, chunk, z, row: gl.constexpr, first, T, P: gl.constexpr):
-    """Of [tokens, parts], rows of phi from one on."""
-    COUNT: gl.constexpr = z.shape[1] // 2
-    total = gl.reshape(gl.sum(gl.reshape(z, (TOKENS, COUNT // 8, 2, 8)), 2), (TOKENS, COUNT))
-    t = (first.to(gl.int64) + gl.arange(0, TOKENS, gl.SliceLayout(1, total.type.layout)))[:, None]
-    p = row + gl.arange(0, COUNT, gl.SliceLayout(0, total.type.layout))[None, :]
+    """Of [rows of parts, tokens], from one of phi's rows on."""
+    total = sum_parts(z)
+    p = row + _part_row(gl.arange(0, DOT_ROWS, gl.SliceLayout(1, total.type.layout)))[:, None]
+    t = (first.to(gl.int64) + gl.arange(0, TOKENS, gl.SliceLayout(0, total.type.layout)))[None, :]
     gl.store(partials + (chunk * T + t) * P + p, total, mask=(t < T) & (p < P))
 
 
@@ -272,7 +290,7 @@ def write_project_eight_kernel(
     end = gl.minimum(begin + span, C)
     x_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, N * TOKENS, WIDTH], SHARED)
     f_slots = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, TOKENS, WIDTH], SHARED)
-    pieces = gl.allocate_shared_memory(gl.float32, [PIECES * TOGETHER * TILES, ROWS, WIDTH], PHI_LAYOUT)
+    pieces = gl.allocate_shared_memory(gl.float32, [PIECES * TILES, ROWS, WIDTH], PHI_LAYOUT)
     loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     written = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

@@ -104,6 +104,7 @@ FUNCTIONS: dict[str, tuple[Function, tuple[str, ...], set[str]]] = {
     "mad": (lambda a, b, c: a * b + c, ("", "", ""), {"lo"}),
     "fma": (_fma, ("", "", ""), _FLOAT_MODIFIERS),
     "div": (lambda a, b: a / b, ("", ""), {"full", "approx", *_FLOAT_MODIFIERS}),
+    "rem": (lambda a, b: np.fmod(a, b), ("", ""), set()),
     "neg": (lambda a: -a, ("",), {"ftz"}),
     "abs": (lambda a: np.abs(a), ("",), {"ftz"}),
     "not": (lambda a: ~a, ("",), set()),

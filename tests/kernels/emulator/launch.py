@@ -14,12 +14,13 @@ from mhckit.kernels._descriptors import Tiles
 from .copies import MOST_ROW_BYTES, Description
 from .decode import Decoded
 from .hazards import Hazard, Torn
-from .memory import DeviceMemory
+from .memory import BadAccess, DeviceMemory
 from .program import LANES, Program
 
 # How often programs run again, with NaN where something is torn, until that tears nothing else.
 _TRIES = 5
 _DESCRIPTIONS = 1 << 50  # where descriptions of tensors are said to be
+_MOST_SHARED = 227 * 1024  # that a program can have
 
 
 class Ready(NamedTuple):
@@ -36,6 +37,8 @@ class Parameter(NamedTuple):
 
 
 def run(ready: Ready, grid: tuple[int, ...], parameters: list[Parameter], seed: int = 0) -> None:
+    if ready.shared_bytes > _MOST_SHARED:
+        raise BadAccess(f"{ready.shared_bytes} bytes of shared memory, more than {_MOST_SHARED}")
     known: list[Torn] = [{} for _ in range(math.prod(grid))]
     for _ in range(_TRIES):
         torn = _run(ready, grid, parameters, seed, known)
