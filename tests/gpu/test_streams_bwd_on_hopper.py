@@ -70,7 +70,7 @@ def test_every_kind_of_recipe(
 
 
 @pytest.mark.parametrize(("tokens", "channels"), [
-    (1, 128), (95, 1152), (64, 2176), (1, 129), (33, 130), (70, 132), (65, 255), (95, 1153), (64, 2559),
+    (1, 128), (95, 1152), (64, 2176), (1, 129), (33, 130), (70, 132), (65, 255), (66, 367), (95, 1153), (64, 2559),
 ])  # fmt: skip
 def test_sizes(tokens: int, channels: int, launched: list[Any]) -> None:
     """One step of one token, one sum over channels of many steps, and two, of which the second is shorter; the same

@@ -21,7 +21,7 @@ from recipes import every_recipe
 from torch import Tensor
 
 from mhckit import Recipe
-from mhckit.kernels import _parameters_bwd, _write_project
+from mhckit.kernels import _hopper_rows, _parameters_bwd, _write_project
 from mhckit.kernels import _streams_bwd_eight as _eight_bwd
 from mhckit.kernels import _streams_bwd_hopper as _hopper_bwd
 from mhckit.kernels import _write_project_eight as _eight_fwd
@@ -52,6 +52,16 @@ def nothing_cleared(stream_slots, row_slots, step, begin, C, N, STEP, SLOTS):
 
 
 @triton.jit
+def nothing_carried(tile, carried, ROWS, STEP):
+    pass
+
+
+@triton.jit
+def no_ends(pieces, ends, first, C, N, TILES):
+    pass
+
+
+@triton.jit
 def rows_in_order(r):
     return r // 2
 
@@ -71,6 +81,8 @@ BREAKS: dict[str, tuple[Any, str, Any, str, int]] = {
     "rows of dz in J": (_hopper_bwd, "_token_of_row", rows_in_order, "junction", 256),
     "ends of rows in F1": (_hopper_fwd, "clear_ends", nothing_cleared, "junction", 257),
     "ends of rows in J": (_hopper_bwd, "clear_ends", nothing_cleared, "junction", 257),
+    "ends of steps in F1": (_hopper_rows, "_carry", nothing_carried, "junction", 257),
+    "ends of phi in F1": (_hopper_fwd, "keep_ends", no_ends, "junction", 257),
     "ends of dots in F1": (_write_project, "end_dots", no_end, "coefficients", 256),
     "ends of dots in P": (_parameters_bwd, "end_dots", no_end, "junction", 256),
 }
@@ -151,7 +163,7 @@ def shares(channels: int, streams: int = 4) -> None:
 def alone(channels: int, streams: int = 4) -> None:
     """A token has the bits that it has in a batch, in both directions."""
     call = call_of("junction", RECIPES["deepseek_v4"].replace(streams=streams), 66, channels, "f_bias")
-    with emulated(), poisoned_memory():
+    with emulated() as gpu, poisoned_memory():
         cotangents = cotangents_of(call())
         batch = run(call, "triton", cotangents)
         for token in (0, 37, 65):
@@ -160,14 +172,17 @@ def alone(channels: int, streams: int = 4) -> None:
             for name, value in run(one, "triton", [cotangent[here] for cotangent in cotangents]).items():
                 if name.removeprefix("d") not in PARAMETERS:
                     assert torch.equal(value[0], batch[name][token]), (name, token)
+    print("\n".join(gpu.names))
 
 
 @app.command()
 def strange(channels: int, streams: int = 4) -> None:
     """What is NaN in one token leaves the others as they are, in both directions."""
     call = call_of("junction", RECIPES["deepseek_v4"].replace(streams=streams), 35, channels, "f_bias")
-    with emulated(), poisoned_memory():
+    _write_project.fills = lambda programs, device: True
+    with emulated() as gpu, poisoned_memory():
         assert_nan_stays_in_its_token(call, 16)
+    print("\n".join(gpu.names))
 
 
 @app.command()

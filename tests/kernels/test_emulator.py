@@ -416,6 +416,21 @@ def test_sums_that_are_not_waited_for_are_no_numbers() -> None:
         _product(f"mov.b32 %r20, 0; {END} bar.sync 0;", "")
 
 
+@pytest.mark.parametrize("late", ["", "mov.b32 %r32, 0;"])
+def test_registers_are_kept_while_tensor_cores_read_them(late: str) -> None:
+    """The left operand's, which another product reads, too."""
+    product = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r20,%r21,%r22,%r23}, {%r30,%r31,%r32,%r33}, "
+    body = f"""{PLACES} st.shared.b32 [%r3], %r1; fence.proxy.async.shared::cta; bar.sync 0;
+        mov.b64 %rd5, {_DESCRIPTOR | SHARED_BASE >> 4};
+        mov.b32 %r30, 1; mov.b32 %r31, 1; mov.b32 %r32, 1; mov.b32 %r33, 1; {FENCE}
+        {product} %rd5, 0, 1, 1, 0; {product} %rd5, 1, 1, 1, 0; {COMMIT} {late} {END}"""
+    if not late:
+        _run(body, torch.zeros(128, 1), warps=4)
+        return
+    with pytest.raises(BadAccess, match="while tensor cores read it"):
+        _run(body, torch.zeros(128, 1), warps=4)
+
+
 def test_products_want_a_fence_behind_what_writes_registers() -> None:
     with pytest.raises(BadAccess, match="no fence"):
         _product(f"{END} bar.sync 0;", "", fence="")

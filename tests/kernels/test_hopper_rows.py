@@ -189,12 +189,19 @@ def test_phi_is_read_from_its_first_channel_on(late: int) -> None:
 @pytest.mark.parametrize("channels", [129, 130, 132, 255, 1001])
 @pytest.mark.parametrize("streams", [1, 4])
 def test_groups_begin_at_boundaries(channels: int, streams: int) -> None:
-    """Which `_boundaries` and the shifts of rows rely on: of 16 bytes, for every group of tokens and every step."""
-    step = hopper_step(channels)
-    assert GROUP.value * streams * channels % 8 == 0 and step % 8 == 0
-    for token in range(2 * GROUP.value):
-        for stream in range(streams):
-            late = (token % (8 // streams) * streams + stream) * channels
-            start = (token * streams + stream) * channels
-            rounded = late // 8 * 8 + token // (8 // streams) * (8 * channels)
-            assert start - rounded == late % 8 == start % 8 and late % 8 + step < 128
+    """Of 16 bytes, in every group of tokens and every step."""
+    step, boundaries = hopper_step(channels), moved_rows._boundaries.fn  # type: ignore[attr-defined]
+    for token, channel in ((0, 0), (GROUP.value, 0), (GROUP.value, step), (5 * GROUP.value, 3 * step)):
+        for t in range(GROUP.value):
+            for stream in range(streams):
+                row = boundaries(0, t, stream, _Number(token), channel, channels, streams)
+                start = ((token + t) * streams + stream) * channels + channel
+                assert row == (start // 8 * 8, start % 8)
+                assert start % 8 + step < 128
+
+
+class _Number(int):
+    """A number in a kernel."""
+
+    def to(self, kind: object) -> _Number:
+        return self

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ._hopper_copies import GROUP, PANEL, PANELS, SHARED
-from ._hopper_rows import COMPUTING_WARPS, LINES, VECTOR, WIDTH, vector_of_slot
+from ._hopper_rows import COMPUTING_WARPS, LINES, VECTOR, WIDTH, from_place, vector_of_slot
 
 
 @gluon.constexpr_function
@@ -42,16 +42,7 @@ def _reading(late, alternates, from_next):
             lines.append(f"shfl.sync.idx.b32 n{k}, n{k}, next, {(32 - 8) << 8 | 31}, 0xffffffff;")
             words[k] = f"n{k}"
     if late is None:
-        lines += [
-            f"and.b32 t, {given}, 4;",
-            "setp.ne.u32 four, t, 0;",
-            f"and.b32 t, {given}, 2;",
-            "setp.ne.u32 two, t, 0;",
-            f"and.b32 one, {given}, 1;",
-            "mad.lo.u32 one, one, 0x2222, 0x3210;",
-        ]
-        lines += [f"selp.b32 w{k}, {words[k + 2]}, {words[k]}, four;" for k in range(6)]
-        lines += [f"selp.b32 w{k}, w{k + 1}, w{k}, two;" for k in range(5)]
+        lines += from_place(words, given)
         lines += [f"prmt.b32 w{k}, w{k}, w{k + 1}, one;" for k in range(4)]
         words = [f"w{k}" for k in range(4)]
     elif alternates:

@@ -53,6 +53,7 @@ def begin_late_piece(
     phi, pieces, loaded, piece, begin, C: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr, PIECES: gl.constexpr,
     STEP: gl.constexpr,
 ):  # fmt: skip
+    """Has the copy engine bring a piece, of all streams. A step's upper panel comes first: the lower one ends in it."""
     ROWS: gl.constexpr = pieces.shape[1]
     slot = piece % PIECES
     channel = begin + piece // PANELS * STEP + (PANELS - 1 - piece % PANELS) * PANEL
@@ -66,7 +67,9 @@ def begin_late_piece(
 
 @gluon.jit
 def keep_ends(pieces, ends, first, C: gl.constexpr, N: gl.constexpr, TILES: gl.constexpr):
-    """The first vectors of a piece whose first tile that is, for the piece before it in memory."""
+    """Keeps each row's first vector of the piece that begins with tile `first`: that of the channels before it ends
+    there.
+    """
     for i in gl.static_range(N):
         if is_late(C, i):
             vectors = ()

@@ -54,6 +54,17 @@ STORED_VECTORS = gl.constexpr(
 
 
 @gluon.constexpr_function
+def from_place(words, place):
+    """Instructions that leave in w0 to w4 what is from a place on, 0 to 7, of the eight words given; where the place is
+    odd `one` then has prmt take halves of two neighbours. They want the names above, t, one, and predicates four, two.
+    """
+    lines = [f"and.b32 t, {place}, 4;", "setp.ne.u32 four, t, 0;", f"and.b32 t, {place}, 2;", "setp.ne.u32 two, t, 0;"]
+    lines += [f"and.b32 one, {place}, 1;", "mad.lo.u32 one, one, 0x2222, 0x3210;"]
+    lines += [f"selp.b32 w{k}, {words[k + 2]}, {words[k]}, four;" for k in range(6)]
+    return lines + [f"selp.b32 w{k}, w{k + 1}, w{k}, two;" for k in range(5)]
+
+
+@gluon.constexpr_function
 def _placing(late, alternates):
     """Vectors as they are stored, of two tokens: `late` places of one, and where tokens alternate four more or less of
     the other, come from the vector before; or as many as are given (None). That is the lane's before, or for the first
@@ -61,7 +72,7 @@ def _placing(late, alternates):
     """
     lines = [
         ".reg .pred first, eight, four, two;",
-        f".reg .b32 before, t, bit, one, {', '.join(f'w{k}' for k in range(8))};",
+        f".reg .b32 before, place, t, one, {', '.join(f'w{k}' for k in range(8))};",
     ]
     lines += ["setp.eq.u32 first, $24, 0;", "add.u32 before, $24, 31;"]
     for token in range(2):
@@ -74,13 +85,9 @@ def _placing(late, alternates):
         if start is None:
             given = f"${40 + 8 * token}"
             lines += [f"mov.b32 w{k}, {own[k - 4]};" for k in range(4, 8)]
-            lines += [f"setp.eq.u32 eight, {given}, 0;", f"sub.u32 t, 8, {given};"]
-            lines += ["and.b32 one, t, 1;", "mad.lo.u32 one, one, 0x2222, 0x3210;"]
+            lines += [f"setp.eq.u32 eight, {given}, 0;", f"sub.u32 place, 8, {given};"]
             lines += [f"selp.b32 w{k}, w{k + 4}, w{k}, eight;" for k in range(4)]
-            lines += ["and.b32 bit, t, 4;", "setp.ne.u32 four, bit, 0;"]
-            lines += [f"selp.b32 w{k}, w{k + 2}, w{k}, four;" for k in range(6)]
-            lines += ["and.b32 bit, t, 2;", "setp.ne.u32 two, bit, 0;"]
-            lines += [f"selp.b32 w{k}, w{k + 1}, w{k}, two;" for k in range(5)]
+            lines += from_place([f"w{k}" for k in range(8)], "place")
             words, selector = words[:4] + ["w4"], "one"
         for k in range(4):
             word, half = divmod((start or 1) + 2 * k, 2)

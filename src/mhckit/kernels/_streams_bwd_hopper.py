@@ -74,8 +74,8 @@ from ._launcher import run
 
 # A tile of phi is [rows of parts, channels].
 PHI_TILE = (PART_ROWS.value, STREAM_TILE[1])
-# Of phi's parts: tiles for each stream, at most; and where warps move rows, who carry the last vectors of a step to the
-# next one. A fourth tile needs 3464 bytes of shared memory that are not left then.
+# Of phi's parts: tiles for each stream, at most; and where warps move rows, which carry the last vectors of a step to
+# the next one. A fourth tile needs 3464 bytes of shared memory that are not left then.
 MAX_TILES = 4
 MAX_TILES_BESIDE_CARRIED = 3
 SLOTS = gl.constexpr(2)

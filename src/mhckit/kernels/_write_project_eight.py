@@ -210,7 +210,7 @@ def _take_phi(pieces, norm_weight, loaded, free, piece, begin, C: gl.constexpr):
 
 @gluon.jit
 def _parts(rows):
-    """[64, channels]."""
+    """A dot's left operand: high and low parts of its rows, [2 DOT_ROWS, channels]."""
     high, low = bfloat16_parts(rows, True)
     split = gl.reshape(gl.join(high, low), (DOT_ROWS // 8, 4, 2, WIDTH, 2))
     split = gl.reshape(gl.permute(split, (0, 4, 2, 1, 3)), (2 * DOT_ROWS, WIDTH))
@@ -218,8 +218,16 @@ def _parts(rows):
 
 
 @gluon.jit
+def _keep(parts):
+    """Nothing else has these registers before. The tensor cores may read them until here, which the compiler does not
+    know; what it makes of this is nothing at all.
+    """
+    gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [parts], dtype=gl.bfloat16, is_pure=False, pack=2)
+
+
+@gluon.jit
 def _part_row(row):
-    """Of phi, from a row of sums of both parts."""
+    """Which row of phi a row of sums is of, when both parts are added up."""
     return row // 8 * 8 + row % 4 * 2 + row // 4 % 2
 
 
@@ -244,6 +252,9 @@ def _project(
             following = gl.minimum(step * N + stream + 1, count - 1)  # behind the last piece that one again
             next_parts = _take_phi(pieces, norm_weight, phi_loaded, phi_free, following, begin, C)
             upper_z, middle_z, lower_z = warpgroup_mma_wait(0, deps=[upper_z, middle_z, lower_z])
+            _keep(upper)
+            _keep(middle)
+            _keep(lower)
             upper, middle, lower = next_parts
         gl.thread_barrier()
         mbarrier.arrive(free.index(slot), count=1)

@@ -58,7 +58,7 @@ from ._hopper_copies import (
     store_tiles,
 )
 from ._hopper_late import clear_ends, load_late_tile, own_channels
-from ._hopper_late_phi import ROWS_LAYOUT, allocate_ends, begin_late_piece, keep_ends, load_late_rows
+from ._hopper_late_phi import MOST_TILES, ROWS_LAYOUT, allocate_ends, begin_late_piece, keep_ends, load_late_rows
 from ._hopper_launch import MAX_PARTS
 from ._hopper_rows import COPY_WARPS, ROW_REGISTERS, allocate_carried, begin_step, store_step
 from ._launch import SUM_WIDTH
@@ -66,7 +66,7 @@ from ._partial_sums import CHAIN, channels_of_part, end_pairs, push
 
 # Of a tile of phi [rows, channels]. Four of them are, with their low parts, all that a dot takes.
 PHI_ROWS = 8
-MAX_ROWS = 4 * PHI_ROWS
+MAX_ROWS = MOST_TILES.value * PHI_ROWS
 PHI_TILE = gl.constexpr(PHI_ROWS)
 MOST_PARTS = gl.constexpr(MAX_PARTS)
 STEPS_IN_FLIGHT = gl.constexpr(3)
@@ -114,7 +114,7 @@ def _move(
 
 
 @gluon.jit
-def _panel_of(piece, C: gl.constexpr):
+def _panel_of_piece(piece, C: gl.constexpr):
     """Which of a step's panels a piece of phi is multiplied with."""
     return piece % PANELS if C % (PANELS * PANEL) == 0 else PANELS - 1 - piece % PANELS
 
@@ -228,7 +228,7 @@ def _split_phi(
     PIECES: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """A piece of phi becomes its parts, in place: of each tile eight rows of high parts, then eight of low ones."""
-    slot, panel = piece % PIECES, _panel_of(piece, C)
+    slot, panel = piece % PIECES, _panel_of_piece(piece, C)
     mbarrier.wait(loaded.index(slot), piece // PIECES % 2)
     if len(ends) > 0:
         if panel == 1:
@@ -279,7 +279,7 @@ def _project(
                 # Rows of the next tiles follow those of a stream's parts; their sums are not stored.
                 tile = pieces.index(((step // 2 * 2 + k) % PIECES * N + o) * TILES)
                 rows = tile._reinterpret(gl.bfloat16, [8 * PHI_TILE, PANEL], SHARED)
-                columns = x_slots.index(slot * PANELS + _panel_of(k, C)).slice(o * GROUP, GROUP).permute((1, 0))
+                columns = x_slots.index(slot * PANELS + _panel_of_piece(k, C)).slice(o * GROUP, GROUP).permute((1, 0))
                 z = warpgroup_mma(rows, columns, z, use_acc=(k + o) > 0, is_async=True)
         # Each step splits a piece of the next sum, while it multiplies; a fourth piece has room, or the third waits.
         if (PIECES > 3 or step % 2 == 0) and step + 2 < steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +38,9 @@ def _wgmma_fence(registers: Registers, instruction: Instruction) -> Run:
 def _wgmma_commit_group(registers: Registers, instruction: Instruction) -> Run:
     def run(warp: Warp) -> None:
         number = len(warp.groups.get(TENSOR_CORES, ()))
-        for place, (group, value) in warp.products.items():
-            warp.products[place] = (number if group is None else group, value)
+        for known in (warp.products, warp.factors):
+            for place, (group, value) in known.items():
+                known[place] = (number if group is None else group, value)
         warp.program.commit(warp, TENSOR_CORES)
 
     return run
@@ -58,9 +60,18 @@ def _wgmma_wait_group(registers: Registers, instruction: Instruction) -> Run:
                     raise BadAccess(f"a sum of tensor cores was overwritten before it was there, {warp.source}")
                 warp.registers[place] = value
                 del warp.products[place]
+        for place, (group, value) in list(warp.factors.items()):
+            if group is not None and group < over:
+                _expect_unchanged(warp, place, value)
+                del warp.factors[place]
         warp.may_multiply = False
 
     return run
+
+
+def _expect_unchanged(warp: Warp, place: int, value: Any) -> None:
+    if warp.registers[place] is not value:
+        raise BadAccess(f"a register was overwritten while tensor cores read it, {warp.source}")
 
 
 @HANDLERS.of("wgmma.mma_async")
@@ -84,6 +95,9 @@ def _wgmma_mma_async(registers: Registers, instruction: Instruction) -> Run:
         registers = warp.registers
         if in_registers:
             tile = matrices.fragment_of_left([registers[k] for k in lefts])
+            for place in lefts:
+                _expect_unchanged(warp, place, warp.factors.get(place, (None, registers[place]))[1])
+                warp.factors[place] = (None, registers[place])
         else:
             rows = one(registers[lefts[0]])
             tile = matrices.shared_matrix(warp, rows, 16, warp.index % 4 * 16, left_turned[0])

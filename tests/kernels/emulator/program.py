@@ -60,6 +60,7 @@ class Warp:
         # What the copy engine, the tensor cores and copies have been given together, and how far those were.
         self.groups: dict[int, list[Heard]] = {}
         self.products: dict[int, tuple[int | None, Any]] = {}  # sums that tensor cores work on, by register
+        self.factors: dict[int, tuple[int | None, Any]] = {}  # what they read in registers
         self.may_multiply = False
 
 
