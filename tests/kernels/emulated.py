@@ -36,9 +36,10 @@ F1, J = _hopper_fwd.write_project_hopper_kernel.__name__, _hopper_bwd.streams_bw
 EIGHT_J = _eight_bwd.streams_bwd_eight_kernel.__name__
 
 
-@triton.jit
-def nothing():
-    pass
+def unfenced(function: Any) -> Any:
+    """The same but for its fences."""
+    function._unsafe_update_src(function.src.replace("fence_async_shared()", "pass"))
+    return function
 
 
 @triton.jit
@@ -71,12 +72,14 @@ def as_it_was(a):
     return a
 
 
-# What can be broken: where, by what it is replaced, in which operator and with how many channels.
+# What can be broken: where, by what it is replaced or how it is changed, in which operator and with how many channels.
 BREAKS: dict[str, tuple[Any, str, Any, str, int]] = {
-    "fences of F1": (_hopper_fwd, "fence_async_shared", nothing, "junction", 257),
-    "fences of J": (_hopper_bwd, "fence_async_shared", nothing, "junction", 256),
-    "fences of F1 for eight streams": (_eight_fwd, "fence_async_shared", nothing, "junction", 128),
-    "fences of J for eight streams": (_eight_bwd, "fence_async_shared", nothing, "junction", 128),
+    "fence of y in F1": (_hopper_fwd, "_write", unfenced, "junction", 257),
+    "fence of phi in F1": (_hopper_fwd, "_split_phi", unfenced, "junction", 257),
+    "fence of barriers in F1": (_hopper_fwd, "write_project_hopper_kernel", unfenced, "junction", 257),
+    "fence of J": (_hopper_bwd, "_compute", unfenced, "junction", 256),
+    "fence of F1 for eight streams": (_eight_fwd, "_write", unfenced, "junction", 128),
+    "fence of J for eight streams": (_eight_bwd, "_compute", unfenced, "junction", 128),
     "matrices of J for eight streams": (_eight_bwd, "transposed", as_it_was, "junction", 128),
     "rows of dz in J": (_hopper_bwd, "_token_of_row", rows_in_order, "junction", 256),
     "ends of rows in F1": (_hopper_fwd, "clear_ends", nothing_cleared, "junction", 257),
@@ -188,8 +191,8 @@ def strange(channels: int, streams: int = 4) -> None:
 @app.command()
 def broken(what: Annotated[str, typer.Argument(help=", ".join(BREAKS))]) -> None:
     """A kernel that is broken on purpose; fails as it should."""
-    module, name, replacement, operator, channels = BREAKS[what]
-    setattr(module, name, replacement)
+    module, name, change, operator, channels = BREAKS[what]
+    setattr(module, name, change(getattr(module, name)) if change is unfenced else change)
     streams = 8 if module in (_eight_fwd, _eight_bwd) else 4
     accuracy(operator, "deepseek_v4", 70, channels, "f_bias", streams=streams)
 
