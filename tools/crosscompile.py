@@ -415,14 +415,12 @@ def problems(launch: Launch, compiled: Compiled) -> list[str]:
 
 def _stack_allowed(launch: Launch) -> int:
     """Bytes: J spills a few dozen registers with a bias, F1 four with a folded norm and a bias or a collapse, B two in
-    a Sinkhorn iteration on logarithms. For Hopper F1 spills one sum with 32 rows of phi; with eight streams F1 and J
-    spill outside of their loops, and F1 four where it collapses.
+    a Sinkhorn iteration on logarithms. With eight streams F1 spills a few where it collapses, J outside of its
+    loop.
     """
     constants = dict(launch.constants)
     if launch.name in ("write_project_eight", "streams_bwd_eight"):
-        return 104 if launch.name == "write_project_eight" else 320
-    if launch.name == "write_project_hopper":
-        return 8 if constants["P"] > 24 else 0
+        return 24 if launch.name == "write_project_eight" else 320
     if launch.name == "write_project":
         more = constants.get("f_bias", 0) is not None or constants.get("read_weights", 0) is not None
         return 16 if more and constants.get("norm_weight", 0) is not None else 0

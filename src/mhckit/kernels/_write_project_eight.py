@@ -269,11 +269,12 @@ def _project(
 
 @gluon.jit
 def _store_sums(partials, chunk, z, row: gl.constexpr, first, T, P: gl.constexpr):
-    """Of [rows of parts, tokens], from one of phi's rows on."""
+    """Of [rows of parts, tokens], from one of phi's rows on. Offsets from the program's first token have 32 bits."""
     total = sum_parts(z)
     p = row + _part_row(gl.arange(0, DOT_ROWS, gl.SliceLayout(1, total.type.layout)))[:, None]
-    t = (first.to(gl.int64) + gl.arange(0, TOKENS, gl.SliceLayout(0, total.type.layout)))[None, :]
-    gl.store(partials + (chunk * T + t) * P + p, total, mask=(t < T) & (p < P))
+    t = gl.arange(0, TOKENS, gl.SliceLayout(0, total.type.layout))[None, :]
+    partials += (chunk * T + first) * P
+    gl.store(partials + (t * P + p), total, mask=(t < T - first) & (p < P))
 
 
 @gluon.jit(do_not_specialize=["T", "span"])

@@ -120,13 +120,13 @@ def _panel_of_piece(piece, C: gl.constexpr):
 
 
 @gluon.jit
-def _channels_of(step, panel, begin, C: gl.constexpr, STEP: gl.constexpr, layout: gl.constexpr):
-    """The channels of a panel, and which of them are its own."""
-    within = panel * PANEL + gl.arange(0, PANEL, layout)
-    c = begin + step // 2 * STEP + within
+def _channels_of(piece, panel, begin, C: gl.constexpr, STEP: gl.constexpr, layout: gl.constexpr):
+    """The channels of a piece, two to a step, of which it is one panel; and which of them are its own."""
     if C % (PANELS * PANEL) == 0:
-        return c, gl.full([PANEL], True, gl.int1, layout)
+        return begin + piece * PANEL + gl.arange(0, PANEL, layout), gl.full([PANEL], True, gl.int1, layout)
     else:
+        within = panel * PANEL + gl.arange(0, PANEL, layout)
+        c = begin + piece // PANELS * STEP + within
         return c, (within < STEP) & (c < C)
 
 
@@ -160,7 +160,7 @@ def _write(
             tiles, others = x_slots.index(slot * PANELS + p), x_slots.index(slot * PANELS + 1 - p)
             f = _load(f_slots.index(slot * PANELS + p), f_slots.index(slot * PANELS + 1 - p), own, t, C, 1, 0, layout)
             if f_bias is not None:
-                c, here = _channels_of(step, p, begin, C, STEP, gl.SliceLayout(0, layout))
+                c, here = _channels_of(step // 2 * PANELS + p, p, begin, C, STEP, gl.SliceLayout(0, layout))
                 f += load_float(f_bias, c, here)[None, :]
             streams = ()
             for i in gl.static_range(N):
