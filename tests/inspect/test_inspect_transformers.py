@@ -134,6 +134,10 @@ def test_models_without_hyper_connections_are_refused_before_their_weights_are_r
         look(folder)
 
 
-def test_a_name_that_is_not_here_and_not_on_the_hub(folder: Path) -> None:
+def test_a_name_that_is_not_here_and_not_on_the_hub(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are no runs: `make demo` leaves some in the checkout."""
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="no file or folder runs/nothing, and as a name on the Hugging Face hub"):
         inspect_source("runs/nothing", device="cpu")
