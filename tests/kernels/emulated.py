@@ -63,7 +63,7 @@ def no_ends(pieces, ends, first, C, N, TILES):
 
 
 @triton.jit
-def rows_in_order(r):
+def rows_in_order(r, C):
     return r // 2
 
 

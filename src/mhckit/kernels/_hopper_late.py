@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ._hopper_copies import GROUP, PANEL, PANELS, SHARED
-from ._hopper_rows import COMPUTING_WARPS, LINES, VECTOR, WIDTH, from_place, vector_of_slot
+from ._hopper_rows import COMPUTING_WARPS, VECTOR, from_place, rows_of_vectors
 
 
 @gluon.constexpr_function
@@ -68,19 +68,14 @@ def _reading_stream(channels, streams, stream, from_next):
 
 
 @gluon.jit
-def allocate_vectors(SLOTS: gl.constexpr, ROWS: gl.constexpr):
-    return gl.allocate_shared_memory(gl.bfloat16, [SLOTS * (ROWS * WIDTH // VECTOR + 1), 1, VECTOR], LINES)
+def panel_of(slots, slot, panel, ROWS: gl.constexpr):
+    """Of a slot's ROWS."""
+    return _panel_at(slots, slot, 0, panel * (PANEL // VECTOR), ROWS, ROWS)
 
 
 @gluon.jit
-def panel_of(slots, slot, panel, row, ROWS: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT of a slot's ROWS, from one on, in a panel of vectors."""
-    return _panel_at(slots, vector_of_slot(slot, ROWS) + (row * WIDTH + panel * PANEL) // VECTOR, COUNT)
-
-
-@gluon.jit
-def _panel_at(slots, at, COUNT: gl.constexpr):
-    return slots.index(at)._reinterpret(gl.bfloat16, [COUNT, WIDTH], LINES).slice(0, PANEL, 1)
+def _panel_at(slots, slot, stream, vector, ROWS: gl.constexpr, COUNT: gl.constexpr):
+    return rows_of_vectors(slots, slot, stream, vector, ROWS).slice(0, COUNT).slice(0, PANEL, 1)
 
 
 @gluon.jit
@@ -113,8 +108,9 @@ def load_late(
     slots, slot, panel, own, t, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
     """A stream's channels as float32, from a panel of rows that are as late as they arrived."""
-    at = vector_of_slot(slot, N * GROUP) + (STREAM * (GROUP * WIDTH) + panel * PANEL) // VECTOR
-    here, following = _panel_at(slots, at, GROUP).load(layout), _panel_at(slots, at + 1, GROUP).load(layout)
+    first = panel * (PANEL // VECTOR)
+    here = _panel_at(slots, slot, STREAM, first, N * GROUP, GROUP).load(layout)
+    following = _panel_at(slots, slot, STREAM, first + 1, N * GROUP, GROUP).load(layout)
     return _read(here, following, own, t, C, N, STREAM, False)
 
 
@@ -146,8 +142,8 @@ def clear_ends(
 @gluon.jit
 def _clear_end(slots, slot, stream, count, C: gl.constexpr, N: gl.constexpr):
     if slots.shape[2] == VECTOR:
-        at = vector_of_slot(slot, N * GROUP) + stream * (GROUP * WIDTH // VECTOR)
-        _clear_behind(slots.index(at)._reinterpret(gl.bfloat16, [GROUP, WIDTH], LINES), stream, count, C, N)
+        tile = rows_of_vectors(slots, slot, stream, 0, N * GROUP).slice(0, GROUP)
+        _clear_behind(tile, stream, count, C, N)
     else:
         tiles = slots._reinterpret(gl.bfloat16, [slots.shape[0] * N, GROUP, PANEL], SHARED)
         for panel in range(PANELS):

@@ -31,6 +31,7 @@ WIDTH = gl.constexpr(PANELS.value * PANEL.value)
 # eight places, of which the next one begins 16 bytes later wherever it lies.
 LINES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
 VECTOR = gl.constexpr(8)
+SKEW = gl.constexpr(32)
 # A thread has a vector of two tokens that follow one another, and of two more, of a row of each: [tokens, places].
 STORED = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -111,17 +112,52 @@ def _placing_stream(channels, streams, stream):
 PLACED_AT_ONCE = gl.constexpr(2 * VECTOR.value)
 
 
+@gluon.constexpr_function
+def rows_apart(groups):
+    """How rows of so many groups lie: those of even tokens, of all groups, and SKEW places behind them the others."""
+    count, width = groups * GROUP.value, WIDTH.value
+    columns = [[0, 1 << k] for k in range(width.bit_length() - 1)]
+    rows = [[2 << k, 0] for k in range(count.bit_length() - 2)]
+    return gl.PaddedSharedLayout([[count // 2 * width, SKEW.value]], [*columns, *rows, [1, 0]], [], [count, width])
+
+
 @gluon.jit
-def vector_of_slot(slot, ROWS: gl.constexpr):
+def allocate_vectors(SLOTS: gl.constexpr, ROWS: gl.constexpr):
+    return gl.allocate_shared_memory(gl.bfloat16, [SLOTS * ROWS * WIDTH // VECTOR + SKEW // VECTOR + 2, 1, VECTOR], LINES)
+
+
+@gluon.jit
+def rows_of_vectors(slots, slot, stream, vector, ROWS: gl.constexpr):
+    """All rows from a slot's stream on, of ROWS to a slot, and from one of their vectors on; those behind the last one are not there."""
+    GROUPS: gl.constexpr = slots.shape[0] * VECTOR // (GROUP * WIDTH)
+    layout: gl.constexpr = rows_apart(GROUPS)
+    first = _vector_of_slot(slot, ROWS) + stream * (GROUP // 2 * WIDTH // VECTOR) + vector
+    return slots.index(first)._reinterpret(gl.bfloat16, [GROUPS * GROUP, WIDTH], layout)
+
+
+@gluon.jit
+def halves_of_slot(slots, slot):
+    """The memory of a slot of GROUP rows."""
+    return _half_of_slot(slots, slot, 0, GROUP), _half_of_slot(slots, slot, 1, GROUP)
+
+
+@gluon.jit
+def _half_of_slot(slots, slot, odd, ROWS: gl.constexpr):
+    HALF: gl.constexpr = (slots.shape[0] - 2 - SKEW // VECTOR) // 2
+    return slots.index(_vector_of_slot(slot, ROWS) + odd * (HALF + SKEW // VECTOR))
+
+
+@gluon.jit
+def _vector_of_slot(slot, ROWS: gl.constexpr):
     """Which vector is its first."""
-    return slot * (ROWS * WIDTH // VECTOR + 1)
+    return slot * (ROWS // 2 * WIDTH // VECTOR + 1)
 
 
 @gluon.jit
 def _slot(slots, slot, ROWS: gl.constexpr):
     """One of the slots, as [ROWS, channels]: of two panels, or of vectors (`_hopper_late`)."""
     if slots.shape[2] == VECTOR:
-        return slots.index(vector_of_slot(slot, ROWS))._reinterpret(gl.bfloat16, [ROWS, WIDTH], LINES)
+        return rows_of_vectors(slots, slot, 0, 0, ROWS).slice(0, ROWS)
     else:
         return slots._reinterpret(gl.bfloat16, [slots.shape[0] // PANELS, ROWS, WIDTH], SHARED).index(slot)
 
@@ -140,15 +176,31 @@ def _boundaries(tensor, t, stream, token, channel, C: gl.constexpr, N: gl.conste
 
 
 @gluon.jit
-def _begin(tensor, tile, token, channel, T, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr):
+def _begin(
+    tensor, slots, slot, token, channel, T, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr
+):  # fmt: skip
     """The rows of a step, begun. The vector that holds the tensor's last channel is loaded to its end, as far as any
     memory is allocated.
     """
+    if slots.shape[2] == VECTOR:
+        for odd in gl.static_range(2):
+            half = _half_of_slot(slots, slot, odd, N * GROUP)._reinterpret(gl.bfloat16, [N * GROUP // 2, WIDTH], LINES)
+            _begin_rows(tensor, half, 2, odd, token, channel, T, C, N, STEP)
+    else:
+        _begin_rows(tensor, _slot(slots, slot, N * GROUP), 1, 0, token, channel, T, C, N, STEP)
+
+
+@gluon.jit
+def _begin_rows(
+    tensor, tile, EACH: gl.constexpr, FIRST: gl.constexpr, token, channel, T, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr
+):  # fmt: skip
+    """Of EACH tokens."""
+    ROWS: gl.constexpr = tile.shape[0]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [COPY_WARPS, 1], [1, 0])
-    row = gl.arange(0, N * GROUP, gl.SliceLayout(1, layout))[:, None]
-    t = row % GROUP
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    t = row % (ROWS // N) * EACH + FIRST
     c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-    rows, late = _boundaries(tensor, t, row // GROUP, token, channel, C, N)
+    rows, late = _boundaries(tensor, t, row // (ROWS // N), token, channel, C, N)
     if (channel + STEP < C) & (token + GROUP <= T):
         async_copy.async_copy_global_to_shared(tile, c + rows)
     else:
@@ -251,11 +303,9 @@ def begin_step(
     """As a step of `load_tiles`: those who wait for it hear of it when the LAST tensors of it have arrived."""
     token, channel = place_of(step, first, begin, STEP)
     for j in gl.static_range(len(streams)):
-        tile = _slot(stream_slots[j], step % SLOTS, N * GROUP)
-        _begin(streams[j], tile, token, channel, T, C, N, STEP)
+        _begin(streams[j], stream_slots[j], step % SLOTS, token, channel, T, C, N, STEP)
     for j in gl.static_range(len(rows)):
-        tile = _slot(row_slots[j], step % SLOTS, GROUP)
-        _begin(rows[j], tile, token, channel, T, C, 1, STEP)
+        _begin(rows[j], row_slots[j], step % SLOTS, token, channel, T, C, 1, STEP)
     if LAST:
         async_copy.mbarrier_arrive(loaded.index(step % SLOTS), increment_count=False)
 

@@ -52,7 +52,7 @@ from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradie
 from ._hopper_columns import load_columns
 from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, SHARED, STREAM_TILE, load_tiles, steps_of, store_tiles
 from ._hopper_dz import PART_ROWS, load_dz
-from ._hopper_late import allocate_vectors, clear_ends, load_late, own_channels, panel_of
+from ._hopper_late import clear_ends, load_late, own_channels, panel_of
 from ._hopper_launch import (
     HOPPER_TOKENS,
     chunk_width,
@@ -60,7 +60,7 @@ from ._hopper_launch import (
     has_hopper_channels,
     hopper_step,
 )
-from ._hopper_rows import COPY_WARPS, VECTOR, WIDTH, allocate_carried, begin_step, store_step, vector_of_slot
+from ._hopper_rows import COPY_WARPS, VECTOR, allocate_carried, allocate_vectors, begin_step, halves_of_slot, store_step
 from ._hopper_totals import add_products, store_totals
 from ._launch import (
     FLOAT,
@@ -79,6 +79,16 @@ PHI_TILE = (PART_ROWS.value, STREAM_TILE[1])
 MAX_TILES = 4
 MAX_TILES_BESIDE_CARRIED = 3
 SLOTS = gl.constexpr(2)
+# Streams one below the other, as `_by_token` has each: eight channels of a row are a vector to the compiler.
+STACKED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [32, 0], [64, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[8, 0], [16, 0], [0, 32]],
+        block_bases=[],
+        shape=[4 * GROUP.value, PANEL.value],
+    )
+)
 # For each thread of the warps that move rows which begin anywhere: with fewer they spill more.
 MOVE_REGISTERS = gl.constexpr(120)
 
@@ -123,7 +133,7 @@ def _move(
 
 
 @gluon.jit
-def _by_token(z):
+def _by_token(z, C: gl.constexpr):
     """[tokens, channels] from the dot's [2 tokens, packed channels]; moves no data, as `sum_parts` does not.
 
     Of a tensor core's 16 rows eight are high parts and eight are the low ones of the same tokens, in the order that
@@ -131,30 +141,38 @@ def _by_token(z):
     """
     TOKENS: gl.constexpr = z.shape[0] // 2
     CHANNELS: gl.constexpr = z.shape[1]
-    total = gl.sum(gl.reshape(z, (TOKENS // 8, 2, 4, 2, CHANNELS)), 1)
-    total = gl.reshape(gl.permute(total, (0, 2, 1, 3)), (TOKENS, CHANNELS))
-    return unpack_columns(total, 8)
+    if C % 8 == 0:
+        total = gl.sum(gl.reshape(z, (TOKENS // 8, 2, 4, 2, CHANNELS)), 1)
+        total = gl.permute(total, (0, 2, 1, 3))
+    else:
+        total = gl.sum(gl.reshape(z, (TOKENS // 8, 2, 8, CHANNELS)), 1)
+    return unpack_columns(gl.reshape(total, (TOKENS, CHANNELS)), 8)
 
 
 @gluon.jit
-def _token_of_row(r):
-    """Which of a group's tokens row r of dz belongs to: of eight, 0 4 1 5 2 6 3 7."""
-    return r // 16 * 8 + r % 2 * 4 + r % 8 // 2
+def _token_of_row(r, C: gl.constexpr):
+    """Which of a group's tokens row r of dz belongs to. Two in turn lie in different banks: of eight 0 4 1 5 2 6 3 7 if
+    they are tiles for the copy engine; of vectors neighbours.
+    """
+    if C % 8 == 0:
+        return r // 16 * 8 + r % 2 * 4 + r % 8 // 2
+    else:
+        return r // 16 * 8 + r % 8
 
 
 @gluon.jit
-def _load_dz(dz_parts, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+def _load_dz(dz_parts, first, T, C: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Of a group."""
     r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, layout))
     is_low = (r // 8 % 2 == 1)[:, None]
-    return load_dz(dz_parts, first.to(gl.int64) + _token_of_row(r), is_low, T, P, PARTS, WIDTH, layout)
+    return load_dz(dz_parts, first.to(gl.int64) + _token_of_row(r, C), is_low, T, P, PARTS, WIDTH, layout)
 
 
 @gluon.jit
-def _stage_dz(dz_parts, dz, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr):
+def _stage_dz(dz_parts, dz, first, T, C: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0])
     for group in gl.static_range(2):
-        tiles = _load_dz(dz_parts, first + group * GROUP, T, P, PARTS, WIDTH, layout)
+        tiles = _load_dz(dz_parts, first + group * GROUP, T, C, P, PARTS, WIDTH, layout)
         for part in gl.static_range(PARTS):
             dz.index(group * PARTS + part).store(tiles[part])
 
@@ -202,15 +220,15 @@ def _compute(
 ):  # fmt: skip
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 32, 16])
     zero = gl.zeros([2 * GROUP, PANEL], gl.float32, mma)
-    tile_of_zeros = _by_token(zero)
+    tile_of_zeros = _by_token(zero, C)
     layout: gl.constexpr = tile_of_zeros.type.layout
     NUMBERS: gl.constexpr = N * (1 + (0 if res is None else N) + (1 if SUMS_READ else 0))
     dz = ()  # where it is not staged, and of the other group; as totals
     other_dz = ()
     if len(staged_dz) == 0:
         operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
-        dz = _load_dz(dz_parts, first, T, P, PARTS, DZ_WIDTH, operand)
-        other_dz = _load_dz(dz_parts, first + GROUP, T, P, PARTS, DZ_WIDTH, operand)
+        dz = _load_dz(dz_parts, first, T, C, P, PARTS, DZ_WIDTH, operand)
+        other_dz = _load_dz(dz_parts, first + GROUP, T, C, P, PARTS, DZ_WIDTH, operand)
     nothing = fold(tile_of_zeros, tile_of_zeros, 8, True)
     totals = ()  # of the group whose turn it is, and of the other: they swap after every step
     other_totals = ()
@@ -247,7 +265,7 @@ def _compute(
             new_totals = ()
             for o in gl.static_range(N):
                 z = warpgroup_mma_wait(0, deps=[z])
-                G = _by_token(z)
+                G = _by_token(z, C)
                 if o + 1 < N:
                     z = _multiply(left, pieces, zero, panel, o + 1, N, PARTS)
                 G = gl.convert_layout(G, layout)
@@ -261,10 +279,11 @@ def _compute(
                     new_totals = new_totals + (totals[len(new_totals)] + fold(d, y, 8, True),)
                 dx = add_mixed(dx, G, mixes, o, N)
             totals = new_totals
-            _panel(x_slots, slot, panel, 0, N * GROUP, N * GROUP).store(
-                one_below_the_other(_narrow_pair(dx[0], dx[1]), _narrow_pair(dx[2], dx[3]))
-            )
-            _panel(f_slots, slot, panel, 0, GROUP, GROUP).store(rounded(df, gl.bfloat16, True))
+            narrow = one_below_the_other(_narrow_pair(dx[0], dx[1]), _narrow_pair(dx[2], dx[3]))
+            if C % 8 != 0:
+                narrow = gl.convert_layout(narrow, STACKED, assert_trivial=True)
+            _panel(x_slots, slot, panel, N * GROUP).store(narrow)
+            _panel(f_slots, slot, panel, GROUP).store(rounded(df, gl.bfloat16, True))
             if group == 1:
                 gl.thread_barrier()
                 mbarrier.arrive(phi_free.index(panel), count=1)
@@ -292,12 +311,12 @@ def _compute(
 
 
 @gluon.jit
-def _panel(slots, slot, panel, row, ROWS: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT of a slot's ROWS, from one on."""
+def _panel(slots, slot, panel, ROWS: gl.constexpr):
+    """Of a slot's ROWS."""
     if slots.shape[2] == VECTOR:
-        return panel_of(slots, slot, panel, row, ROWS, COUNT)
+        return panel_of(slots, slot, panel, ROWS)
     else:
-        return slots.index(slot * PANELS + panel).slice(row, COUNT)
+        return slots.index(slot * PANELS + panel)
 
 
 @gluon.jit
@@ -308,15 +327,14 @@ def _load(
     if slots.shape[2] == VECTOR:
         return load_late(slots, slot, panel, own, t, C, N, STREAM, layout)
     else:
-        return _panel(slots, slot, panel, STREAM * GROUP, N * GROUP, GROUP).load(layout).to(gl.float32)
+        return slots.index(slot * PANELS + panel).slice(STREAM * GROUP, GROUP).load(layout).to(gl.float32)
 
 
 @gluon.jit
 def _panel_pair(slots, slot):
     """Both halves of a slot's memory."""
     if slots.shape[2] == VECTOR:
-        first = vector_of_slot(slot, GROUP)
-        return slots.index(first), slots.index(first + GROUP * WIDTH // VECTOR // 2)
+        return halves_of_slot(slots, slot)
     else:
         return slots.index(slot * PANELS), slots.index(slot * PANELS + 1)
 
@@ -391,7 +409,7 @@ def streams_bwd_hopper_kernel(
     if PARTS < 4:  # with four there is no room beside phi
         DZ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
         staged_dz = (gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 2 * GROUP, PART_ROWS], DZ_LAYOUT),)
-        _stage_dz(dz_parts, staged_dz[0], first, T, P, PARTS, DZ_WIDTH)
+        _stage_dz(dz_parts, staged_dz[0], first, T, C, P, PARTS, DZ_WIDTH)
     fence_async_shared()
     gl.thread_barrier()
     # Written out twice: a tuple with a name keeps no constants.
