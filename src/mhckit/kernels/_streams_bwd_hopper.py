@@ -61,6 +61,7 @@ from ._hopper_launch import (
     hopper_step,
 )
 from ._hopper_rows import COPY_WARPS, VECTOR, allocate_carried, allocate_vectors, begin_step, halves_of_slot, store_step
+from ._hopper_staged import HALF_OPERAND, allocate_staged, load_collapsed, load_dz_parts, load_mixes, load_number, stage
 from ._hopper_totals import add_products, store_totals
 from ._launch import (
     FLOAT,
@@ -90,7 +91,7 @@ STACKED = gl.constexpr(
     )
 )
 # For each thread of the warps that move rows which begin anywhere: with fewer they spill more.
-MOVE_REGISTERS = gl.constexpr(120)
+MOVE_REGISTERS = gl.constexpr(96)
 
 
 @gluon.jit
@@ -225,8 +226,16 @@ def _compute(
     NUMBERS: gl.constexpr = N * (1 + (0 if res is None else N) + (1 if SUMS_READ else 0))
     dz = ()  # where it is not staged, and of the other group; as totals
     other_dz = ()
-    if len(staged_dz) == 0:
-        operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
+    if C % 8 != 0:
+        staged = allocate_staged(N, P, res is not None, norm_share is not None)
+        for group in range(2):
+            r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, HALF_OPERAND))
+            before = first.to(gl.int64) + group * GROUP
+            stage(staged, group, before + gl.arange(0, GROUP, gl.SliceLayout(1, layout)), T, before + _token_of_row(r, C), r // 8 % 2 == 1,
+                  dz_parts, read_weights, norm_share, k_share, k_more, post, res, N, P, DZ_WIDTH)
+        gl.thread_barrier()
+    elif len(staged_dz) == 0:
         dz = _load_dz(dz_parts, first, T, C, P, PARTS, DZ_WIDTH, operand)
         other_dz = _load_dz(dz_parts, first + GROUP, T, C, P, PARTS, DZ_WIDTH, operand)
     nothing = fold(tile_of_zeros, tile_of_zeros, 8, True)
@@ -242,8 +251,13 @@ def _compute(
     for step in range(steps_of(begin, end, C, STEP)):
         slot, group = step % SLOTS, step % 2
         t = first.to(gl.int64) + group * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, layout))
-        w, k, posts, mixes, collapsed = _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N)
-        left = dz if len(staged_dz) == 0 else _staged_dz(staged_dz[0], group, PARTS)
+        if C % 8 == 0:
+            w, k, posts, mixes, collapsed = _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N)
+            left = dz if len(staged_dz) == 0 else _staged_dz(staged_dz[0], group, PARTS)
+        else:
+            left = load_dz_parts(staged, group, P, operand)
+            if norm_share is not None:
+                collapsed = load_collapsed(staged, group, N, res is not None, layout)
         mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
         if C % 8 != 0:
             clear_ends((x_slots, g_slots), (f_slots, d_slots), step, begin, C, N, STEP, SLOTS)
@@ -269,6 +283,16 @@ def _compute(
                 if o + 1 < N:
                     z = _multiply(left, pieces, zero, panel, o + 1, N, PARTS)
                 G = gl.convert_layout(G, layout)
+                if C % 8 != 0:
+                    mixes = ()
+                    if res is not None:
+                        row = load_mixes(staged, group, o, N, layout)
+                        mixes = row + row + row + row
+                    p_ = load_number(staged, group, o, N, norm_share is not None, layout)
+                    w_ = load_number(staged, group, N + o, N, norm_share is not None, layout)
+                    k = load_number(staged, group, 2 * N, N, norm_share is not None, layout)
+                    posts = (p_, p_, p_, p_)
+                    w = (w_, w_, w_, w_)
                 y = write_stream(o, streams, f, posts, mixes, N)
                 G += k * y
                 G += _load(g_slots, slot, panel, own, t, C, N, o, layout)
@@ -406,7 +430,7 @@ def streams_bwd_hopper_kernel(
         mbarrier.init(phi_loaded.index(slot), count=1)
         mbarrier.init(phi_free.index(slot), count=1)
     staged_dz = ()
-    if PARTS < 4:  # with four there is no room beside phi
+    if PARTS < 4 and C % 8 == 0:  # with four there is no room beside phi
         DZ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
         staged_dz = (gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 2 * GROUP, PART_ROWS], DZ_LAYOUT),)
         _stage_dz(dz_parts, staged_dz[0], first, T, C, P, PARTS, DZ_WIDTH)
