@@ -63,7 +63,7 @@ def no_ends(pieces, ends, first, C, N, TILES):
 
 
 @triton.jit
-def rows_in_order(r, C):
+def rows_in_order(r):
     return r // 2
 
 

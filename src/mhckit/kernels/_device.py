@@ -129,19 +129,25 @@ def collapse(weights, streams, N: tl.constexpr):
 @triton.jit
 def write_stream(o: tl.constexpr, streams, f, post, res, N: tl.constexpr):
     """y_o = sum_i res[o,i] x_i + post_o f, unrounded, to the same bits in every kernel; res is () for identity."""
-    mixed = streams[o] if len(res) == 0 else collapse(res[o * N : (o + 1) * N], streams, N)
-    return tl.fma(post[o], f, mixed)
+    return write_row(o, streams, f, post[o], res[o * N : (o + 1) * N], N)
 
 
 @triton.jit
-def add_mixed(tiles, G, res, o: tl.constexpr, N: tl.constexpr):
-    """tiles_i + H[o,i] G; res is () for identity."""
-    if len(res) == 0:
+def write_row(o: tl.constexpr, streams, f, post, row, N: tl.constexpr):
+    """The same of post_o and of res[o], or ()."""
+    mixed = streams[o] if len(row) == 0 else collapse(row, streams, N)
+    return tl.fma(post, f, mixed)
+
+
+@triton.jit
+def add_mixed(tiles, G, row, o: tl.constexpr, N: tl.constexpr):
+    """tiles_i + H[o,i] G, from the first o on; row is H[o], or () for identity."""
+    if len(row) == 0:
         return tiles + (G,)
     else:
         added = ()
         for i in tl.static_range(N):
-            added = added + (res[o * N + i] * G if o == 0 else tiles[i] + res[o * N + i] * G,)
+            added = added + (row[i] * G if o == 0 else tiles[i] + row[i] * G,)
         return added
 
 

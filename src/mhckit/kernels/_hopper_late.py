@@ -19,7 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ._hopper_copies import GROUP, PANEL, PANELS, SHARED
-from ._hopper_rows import COMPUTING_WARPS, VECTOR, from_place, rows_of_vectors
+from ._hopper_rows import COMPUTING_WARPS, from_place
+from ._hopper_vectors import VECTOR, rows_from
 
 
 @gluon.constexpr_function
@@ -69,13 +70,8 @@ def _reading_stream(channels, streams, stream, from_next):
 
 @gluon.jit
 def panel_of(slots, slot, panel, ROWS: gl.constexpr):
-    """Of a slot's ROWS."""
-    return _panel_at(slots, slot, 0, panel * (PANEL // VECTOR), ROWS, ROWS)
-
-
-@gluon.jit
-def _panel_at(slots, slot, stream, vector, ROWS: gl.constexpr, COUNT: gl.constexpr):
-    return rows_of_vectors(slots, slot, stream, vector, ROWS).slice(0, COUNT).slice(0, PANEL, 1)
+    """Of a slot's ROWS, in vectors."""
+    return rows_from(slots, slot, 0, panel * (PANEL // VECTOR), ROWS, ROWS).slice(0, PANEL, 1)
 
 
 @gluon.jit
@@ -109,9 +105,9 @@ def load_late(
 ):  # fmt: skip
     """A stream's channels as float32, from a panel of rows that are as late as they arrived."""
     first = panel * (PANEL // VECTOR)
-    here = _panel_at(slots, slot, STREAM, first, N * GROUP, GROUP).load(layout)
-    following = _panel_at(slots, slot, STREAM, first + 1, N * GROUP, GROUP).load(layout)
-    return _read(here, following, own, t, C, N, STREAM, False)
+    here = rows_from(slots, slot, STREAM, first, GROUP, N * GROUP).slice(0, PANEL, 1)
+    following = rows_from(slots, slot, STREAM, first + 1, GROUP, N * GROUP).slice(0, PANEL, 1)
+    return _read(here.load(layout), following.load(layout), own, t, C, N, STREAM, False)
 
 
 @gluon.jit
@@ -142,8 +138,7 @@ def clear_ends(
 @gluon.jit
 def _clear_end(slots, slot, stream, count, C: gl.constexpr, N: gl.constexpr):
     if slots.shape[2] == VECTOR:
-        tile = rows_of_vectors(slots, slot, stream, 0, N * GROUP).slice(0, GROUP)
-        _clear_behind(tile, stream, count, C, N)
+        _clear_behind(rows_from(slots, slot, stream, 0, GROUP, N * GROUP), stream, count, C, N)
     else:
         tiles = slots._reinterpret(gl.bfloat16, [slots.shape[0] * N, GROUP, PANEL], SHARED)
         for panel in range(PANELS):

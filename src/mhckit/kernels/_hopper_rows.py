@@ -18,20 +18,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ._hopper_copies import GROUP, PANEL, PANELS, SHARED, place_of
+from ._hopper_copies import GROUP, PANELS, SHARED, place_of
+from ._hopper_vectors import LINES, VECTOR, WIDTH, half_from, rows_from
 
 # Warps that copy, and registers for each of their threads.
 COPY_WARPS = gl.constexpr(4)
 ROW_REGISTERS = gl.constexpr(104)
 # Warps that compute with what was loaded.
 COMPUTING_WARPS = gl.constexpr(8)
-# Places of a row in a slot.
-WIDTH = gl.constexpr(PANELS.value * PANEL.value)
-# How rows lie in shared memory where they are worked on as late as they arrive: one below the other, in vectors of
-# eight places, of which the next one begins 16 bytes later wherever it lies.
-LINES = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
-VECTOR = gl.constexpr(8)
-SKEW = gl.constexpr(32)
 # A thread has a vector of two tokens that follow one another, and of two more, of a row of each: [tokens, places].
 STORED = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -112,54 +106,25 @@ def _placing_stream(channels, streams, stream):
 PLACED_AT_ONCE = gl.constexpr(2 * VECTOR.value)
 
 
-@gluon.constexpr_function
-def rows_apart(groups):
-    """How rows of so many groups lie: those of even tokens, of all groups, and SKEW places behind them the others."""
-    count, width = groups * GROUP.value, WIDTH.value
-    columns = [[0, 1 << k] for k in range(width.bit_length() - 1)]
-    rows = [[2 << k, 0] for k in range(count.bit_length() - 2)]
-    return gl.PaddedSharedLayout([[count // 2 * width, SKEW.value]], [*columns, *rows, [1, 0]], [], [count, width])
-
-
-@gluon.jit
-def allocate_vectors(SLOTS: gl.constexpr, ROWS: gl.constexpr):
-    return gl.allocate_shared_memory(gl.bfloat16, [SLOTS * ROWS * WIDTH // VECTOR + SKEW // VECTOR + 2, 1, VECTOR], LINES)
-
-
-@gluon.jit
-def rows_of_vectors(slots, slot, stream, vector, ROWS: gl.constexpr):
-    """All rows from a slot's stream on, of ROWS to a slot, and from one of their vectors on; those behind the last one are not there."""
-    GROUPS: gl.constexpr = slots.shape[0] * VECTOR // (GROUP * WIDTH)
-    layout: gl.constexpr = rows_apart(GROUPS)
-    first = _vector_of_slot(slot, ROWS) + stream * (GROUP // 2 * WIDTH // VECTOR) + vector
-    return slots.index(first)._reinterpret(gl.bfloat16, [GROUPS * GROUP, WIDTH], layout)
-
-
-@gluon.jit
-def halves_of_slot(slots, slot):
-    """The memory of a slot of GROUP rows."""
-    return _half_of_slot(slots, slot, 0, GROUP), _half_of_slot(slots, slot, 1, GROUP)
-
-
-@gluon.jit
-def _half_of_slot(slots, slot, odd, ROWS: gl.constexpr):
-    HALF: gl.constexpr = (slots.shape[0] - 2 - SKEW // VECTOR) // 2
-    return slots.index(_vector_of_slot(slot, ROWS) + odd * (HALF + SKEW // VECTOR))
-
-
-@gluon.jit
-def _vector_of_slot(slot, ROWS: gl.constexpr):
-    """Which vector is its first."""
-    return slot * (ROWS // 2 * WIDTH // VECTOR + 1)
-
-
 @gluon.jit
 def _slot(slots, slot, ROWS: gl.constexpr):
-    """One of the slots, as [ROWS, channels]: of two panels, or of vectors (`_hopper_late`)."""
+    """One of the slots, as [ROWS, channels]: of two panels, or of vectors."""
     if slots.shape[2] == VECTOR:
-        return rows_of_vectors(slots, slot, 0, 0, ROWS).slice(0, ROWS)
+        return rows_from(slots, slot, 0, 0, ROWS, ROWS)
     else:
         return slots._reinterpret(gl.bfloat16, [slots.shape[0] // PANELS, ROWS, WIDTH], SHARED).index(slot)
+
+
+@gluon.jit
+def found_here(slots):
+    """The same slots, from an address on that the compiler only learns here.
+
+    What it can work out for a thread once and for all it does before warps are told what to do, when they have few
+    registers. It is spilled, and loaded again in every step, behind the rows: a fifth of the time of the warps that
+    moved them in F1.
+    """
+    zero = gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    return slots.index(zero)._reinterpret(gl.bfloat16, slots.shape, SHARED)
 
 
 @gluon.jit
@@ -176,31 +141,31 @@ def _boundaries(tensor, t, stream, token, channel, C: gl.constexpr, N: gl.conste
 
 
 @gluon.jit
-def _begin(
-    tensor, slots, slot, token, channel, T, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr
-):  # fmt: skip
-    """The rows of a step, begun. The vector that holds the tensor's last channel is loaded to its end, as far as any
-    memory is allocated.
-    """
-    if slots.shape[2] == VECTOR:
+def _begin(tensor, slots, slot, token, channel, T, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr):
+    """The rows of a step, begun."""
+    ROWS: gl.constexpr = N * GROUP
+    if slots.shape[2] == VECTOR:  # a copy of all of them does not compile
         for odd in gl.static_range(2):
-            half = _half_of_slot(slots, slot, odd, N * GROUP)._reinterpret(gl.bfloat16, [N * GROUP // 2, WIDTH], LINES)
+            half = half_from(slots, slot, odd, ROWS)._reinterpret(gl.bfloat16, [ROWS // 2, WIDTH], LINES)
             _begin_rows(tensor, half, 2, odd, token, channel, T, C, N, STEP)
     else:
-        _begin_rows(tensor, _slot(slots, slot, N * GROUP), 1, 0, token, channel, T, C, N, STEP)
+        _begin_rows(tensor, _slot(slots, slot, ROWS), 1, 0, token, channel, T, C, N, STEP)
 
 
 @gluon.jit
 def _begin_rows(
-    tensor, tile, EACH: gl.constexpr, FIRST: gl.constexpr, token, channel, T, C: gl.constexpr, N: gl.constexpr, STEP: gl.constexpr
+    tensor, tile, EVERY: gl.constexpr, FIRST: gl.constexpr, token, channel, T, C: gl.constexpr, N: gl.constexpr,
+    STEP: gl.constexpr,
 ):  # fmt: skip
-    """Of EACH tokens."""
-    ROWS: gl.constexpr = tile.shape[0]
+    """Of a group's every so many tokens, from its FIRST on. The vector that holds the tensor's last channel is loaded
+    to its end, as far as any memory is allocated.
+    """
+    TOKENS: gl.constexpr = GROUP // EVERY
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [COPY_WARPS, 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-    t = row % (ROWS // N) * EACH + FIRST
+    row = gl.arange(0, N * TOKENS, gl.SliceLayout(1, layout))[:, None]
+    t = row % TOKENS * EVERY + FIRST
     c = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))[None, :]
-    rows, late = _boundaries(tensor, t, row // (ROWS // N), token, channel, C, N)
+    rows, late = _boundaries(tensor, t, row // TOKENS, token, channel, C, N)
     if (channel + STEP < C) & (token + GROUP <= T):
         async_copy.async_copy_global_to_shared(tile, c + rows)
     else:

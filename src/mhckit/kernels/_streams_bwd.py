@@ -217,7 +217,7 @@ def streams_bwd_kernel(
                         mixed = () if res is None else streams
                         read = () if dread_weights is None else (d, y)
                         next_sums = _add_products(next_sums, sums, G, f_piece, read, mixed, FOLD, IN_THREAD)
-                        dx_tiles = add_mixed(dx_tiles, G, res_columns, o, N)
+                        dx_tiles = add_mixed(dx_tiles, G, res_columns[o * N : (o + 1) * N], o, N)
                 if f is not None:
                     sums = next_sums
                     store_as(df, row_start(df, t, 1, C)[:, None] + c[None, :], df_tile, tile)

@@ -12,7 +12,8 @@ Where rows begin anywhere, because C is no multiple of 8, four warps move them i
 
 A program has 64 tokens, in two groups of 32 that share phi and take turns: step 2k is the first group's, step 2k + 1
 the second's, both with the same channels. A thread holds eight neighbouring channels of one token, the token's
-coefficients, which it loads anew for every step, and its share of the sums over channels of both groups.
+coefficients, which it loads anew for every step, and its share of the sums over channels of both groups. Where rows
+begin anywhere coefficients are in shared memory (`_hopper_staged`), and are loaded stream by stream.
 
 Sums over channels end where a chunk of them does, at the same channels whatever a program's share of them is, and
 `_parameters_bwd` adds the chunks up: how many programs share the channels may follow the number of tokens.
@@ -46,7 +47,7 @@ from ._device import (
     rounded,
     scaled,
     unpack_columns,
-    write_stream,
+    write_row,
 )
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
 from ._hopper_columns import load_columns
@@ -60,9 +61,10 @@ from ._hopper_launch import (
     has_hopper_channels,
     hopper_step,
 )
-from ._hopper_rows import COPY_WARPS, VECTOR, allocate_carried, allocate_vectors, begin_step, halves_of_slot, store_step
-from ._hopper_staged import HALF_OPERAND, allocate_staged, load_collapsed, load_dz_parts, load_mixes, load_number, stage
+from ._hopper_rows import COPY_WARPS, allocate_carried, begin_step, store_step
+from ._hopper_staged import BLOCK, load_collapsed, load_dz_operands, load_of_stream, stage_tokens
 from ._hopper_totals import add_products, store_totals
+from ._hopper_vectors import VECTOR, allocate_vectors, half_from
 from ._launch import (
     FLOAT,
     SUM_WIDTH,
@@ -90,20 +92,21 @@ STACKED = gl.constexpr(
         shape=[4 * GROUP.value, PANEL.value],
     )
 )
-# For each thread of the warps that move rows which begin anywhere: with fewer they spill more.
+# For each thread of the warps that move rows which begin anywhere. With fewer they spill, and with more `compute` does,
+# which has what they leave: two registers, and J takes 305 us instead of 271.
 MOVE_REGISTERS = gl.constexpr(96)
 
 
 @gluon.jit
 def _load_phi(
-    phi_parts, pieces, loaded, free, begin, end, C: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr,
+    phi_parts, pieces, barriers, begin, end, C: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr,
     STEP: gl.constexpr,
 ):  # fmt: skip
     BLOCKS: gl.constexpr = (C + STEP - 1) // STEP * PANELS  # of a stream
     for piece in range(steps_of(begin, end, C, STEP)):
         slot = piece % PANELS
-        arrived = loaded.index(slot)
-        mbarrier.wait(free.index(slot), piece // PANELS % 2 ^ 1)
+        arrived = barriers.index(slot)
+        mbarrier.wait(barriers.index(PANELS + slot), piece // PANELS % 2 ^ 1)
         mbarrier.expect(arrived, N * PARTS * PART_ROWS * PANEL * 2)
         for k in range(N * PARTS):
             block = k // PARTS * BLOCKS + begin // STEP * PANELS + piece
@@ -138,7 +141,7 @@ def _by_token(z, C: gl.constexpr):
     """[tokens, channels] from the dot's [2 tokens, packed channels]; moves no data, as `sum_parts` does not.
 
     Of a tensor core's 16 rows eight are high parts and eight are the low ones of the same tokens, in the order that
-    `_token_of_row` has: a thread holds neighbours in both.
+    `_token_of_row` or `token_of_dz_row` has: a thread holds neighbours in both.
     """
     TOKENS: gl.constexpr = z.shape[0] // 2
     CHANNELS: gl.constexpr = z.shape[1]
@@ -151,29 +154,24 @@ def _by_token(z, C: gl.constexpr):
 
 
 @gluon.jit
-def _token_of_row(r, C: gl.constexpr):
-    """Which of a group's tokens row r of dz belongs to. Two in turn lie in different banks: of eight 0 4 1 5 2 6 3 7 if
-    they are tiles for the copy engine; of vectors neighbours.
-    """
-    if C % 8 == 0:
-        return r // 16 * 8 + r % 2 * 4 + r % 8 // 2
-    else:
-        return r // 16 * 8 + r % 8
+def _token_of_row(r):
+    """Which of a group's tokens row r of dz belongs to: of eight, 0 4 1 5 2 6 3 7."""
+    return r // 16 * 8 + r % 2 * 4 + r % 8 // 2
 
 
 @gluon.jit
-def _load_dz(dz_parts, first, T, C: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+def _load_dz(dz_parts, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Of a group."""
     r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, layout))
     is_low = (r // 8 % 2 == 1)[:, None]
-    return load_dz(dz_parts, first.to(gl.int64) + _token_of_row(r, C), is_low, T, P, PARTS, WIDTH, layout)
+    return load_dz(dz_parts, first.to(gl.int64) + _token_of_row(r), is_low, T, P, PARTS, WIDTH, layout)
 
 
 @gluon.jit
-def _stage_dz(dz_parts, dz, first, T, C: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr):
+def _stage_dz(dz_parts, dz, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0])
     for group in gl.static_range(2):
-        tiles = _load_dz(dz_parts, first + group * GROUP, T, C, P, PARTS, WIDTH, layout)
+        tiles = _load_dz(dz_parts, first + group * GROUP, T, P, PARTS, WIDTH, layout)
         for part in gl.static_range(PARTS):
             dz.index(group * PARTS + part).store(tiles[part])
 
@@ -203,6 +201,16 @@ def _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N:
 
 
 @gluon.jit
+def _of_stream(held, staged, group, o: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """w_o, k, post_o and H[o], or () for identity, of coefficients that are held or staged."""
+    if len(staged) > 0:
+        return load_of_stream(staged, group, o, N, layout)
+    else:
+        weights, k, posts, mixes, _collapsed = held
+        return weights[o], k, posts[o], mixes[o * N : (o + 1) * N]
+
+
+@gluon.jit
 def _multiply(dz, pieces, zero, slot, stream: gl.constexpr, N: gl.constexpr, PARTS: gl.constexpr):
     """dz phi of one stream and a panel of channels, begun."""
     z = zero
@@ -214,7 +222,7 @@ def _multiply(dz, pieces, zero, slot, stream: gl.constexpr, N: gl.constexpr, PAR
 
 @gluon.jit
 def _compute(
-    x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed, phi_loaded, phi_free,
+    x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, staged, pieces, loaded, computed, phi_barriers,
     read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums, first, T, begin, end, C: gl.constexpr,
     N: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, SUMS_READ: gl.constexpr,
     DZ_WIDTH: gl.constexpr, STEP: gl.constexpr,
@@ -224,20 +232,12 @@ def _compute(
     tile_of_zeros = _by_token(zero, C)
     layout: gl.constexpr = tile_of_zeros.type.layout
     NUMBERS: gl.constexpr = N * (1 + (0 if res is None else N) + (1 if SUMS_READ else 0))
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     dz = ()  # where it is not staged, and of the other group; as totals
     other_dz = ()
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
-    if C % 8 != 0:
-        staged = allocate_staged(N, P, res is not None, norm_share is not None)
-        for group in range(2):
-            r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, HALF_OPERAND))
-            before = first.to(gl.int64) + group * GROUP
-            stage(staged, group, before + gl.arange(0, GROUP, gl.SliceLayout(1, layout)), T, before + _token_of_row(r, C), r // 8 % 2 == 1,
-                  dz_parts, read_weights, norm_share, k_share, k_more, post, res, N, P, DZ_WIDTH)
-        gl.thread_barrier()
-    elif len(staged_dz) == 0:
-        dz = _load_dz(dz_parts, first, T, C, P, PARTS, DZ_WIDTH, operand)
-        other_dz = _load_dz(dz_parts, first + GROUP, T, C, P, PARTS, DZ_WIDTH, operand)
+    if len(staged_dz) == 0 and len(staged) == 0:
+        dz = _load_dz(dz_parts, first, T, P, PARTS, DZ_WIDTH, operand)
+        other_dz = _load_dz(dz_parts, first + GROUP, T, P, PARTS, DZ_WIDTH, operand)
     nothing = fold(tile_of_zeros, tile_of_zeros, 8, True)
     totals = ()  # of the group whose turn it is, and of the other: they swap after every step
     other_totals = ()
@@ -251,18 +251,23 @@ def _compute(
     for step in range(steps_of(begin, end, C, STEP)):
         slot, group = step % SLOTS, step % 2
         t = first.to(gl.int64) + group * GROUP + gl.arange(0, GROUP, gl.SliceLayout(1, layout))
-        if C % 8 == 0:
-            w, k, posts, mixes, collapsed = _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N)
-            left = dz if len(staged_dz) == 0 else _staged_dz(staged_dz[0], group, PARTS)
-        else:
-            left = load_dz_parts(staged, group, P, operand)
+        held = ()
+        collapsed = ()
+        left = dz
+        if len(staged) > 0:
+            left = load_dz_operands(staged, group, P, operand)
             if norm_share is not None:
-                collapsed = load_collapsed(staged, group, N, res is not None, layout)
+                collapsed = load_collapsed(staged, group, N, layout)
+        else:
+            held = _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N)
+            collapsed = held[4]
+            if len(staged_dz) > 0:
+                left = _staged_dz(staged_dz[0], group, PARTS)
         mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
         if C % 8 != 0:
             clear_ends((x_slots, g_slots), (f_slots, d_slots), step, begin, C, N, STEP, SLOTS)
         for panel in range(PANELS):
-            mbarrier.wait(phi_loaded.index(panel), step // 2 % 2)
+            mbarrier.wait(phi_barriers.index(panel), step // 2 % 2)
             own = own_channels(panel, STEP, layout)
             z = _multiply(left, pieces, zero, panel, 0, N, PARTS)
             streams = ()
@@ -283,21 +288,12 @@ def _compute(
                 if o + 1 < N:
                     z = _multiply(left, pieces, zero, panel, o + 1, N, PARTS)
                 G = gl.convert_layout(G, layout)
-                if C % 8 != 0:
-                    mixes = ()
-                    if res is not None:
-                        row = load_mixes(staged, group, o, N, layout)
-                        mixes = row + row + row + row
-                    p_ = load_number(staged, group, o, N, norm_share is not None, layout)
-                    w_ = load_number(staged, group, N + o, N, norm_share is not None, layout)
-                    k = load_number(staged, group, 2 * N, N, norm_share is not None, layout)
-                    posts = (p_, p_, p_, p_)
-                    w = (w_, w_, w_, w_)
-                y = write_stream(o, streams, f, posts, mixes, N)
+                w, k, post_o, mixes = _of_stream(held, staged, group, o, N, layout)
+                y = write_row(o, streams, f, post_o, mixes, N)
                 G += k * y
                 G += _load(g_slots, slot, panel, own, t, C, N, o, layout)
-                G += w[o] * d
-                df += posts[o] * G
+                G += w * d
+                df += post_o * G
                 new_totals = add_products(new_totals, totals, G, f, () if res is None else streams)
                 if SUMS_READ:
                     new_totals = new_totals + (totals[len(new_totals)] + fold(d, y, 8, True),)
@@ -310,7 +306,7 @@ def _compute(
             _panel(f_slots, slot, panel, GROUP).store(rounded(df, gl.bfloat16, True))
             if group == 1:
                 gl.thread_barrier()
-                mbarrier.arrive(phi_free.index(panel), count=1)
+                mbarrier.arrive(phi_barriers.index(PANELS + panel), count=1)
         after = begin + (step // 2 + 1) * STEP
         if (after % CHUNK == 0) | (after >= end):
             store_totals(
@@ -358,7 +354,7 @@ def _load(
 def _panel_pair(slots, slot):
     """Both halves of a slot's memory."""
     if slots.shape[2] == VECTOR:
-        return halves_of_slot(slots, slot)
+        return half_from(slots, slot, 0, GROUP), half_from(slots, slot, 1, GROUP)
     else:
         return slots.index(slot * PANELS), slots.index(slot * PANELS + 1)
 
@@ -419,33 +415,37 @@ def streams_bwd_hopper_kernel(
     computed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     if TILED:  # elsewhere nobody waits for it, and the compiler lets the next tensor lie where what nobody uses does
         free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    phi_loaded = gl.allocate_shared_memory(gl.int64, [PANELS, 1], mbarrier.MBarrierLayout())
-    phi_free = gl.allocate_shared_memory(gl.int64, [PANELS, 1], mbarrier.MBarrierLayout())
+    # Whether a panel of phi is loaded, then whether it is free: what is handed to warps takes shared memory, too.
+    phi_barriers = gl.allocate_shared_memory(gl.int64, [2 * PANELS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(loaded.index(slot), count=1 if TILED else 32 * COPY_WARPS)
         mbarrier.init(computed.index(slot), count=1)
         if TILED:
             mbarrier.init(free.index(slot), count=1)
-    for slot in gl.static_range(PANELS):
-        mbarrier.init(phi_loaded.index(slot), count=1)
-        mbarrier.init(phi_free.index(slot), count=1)
+    for k in gl.static_range(2 * PANELS):
+        mbarrier.init(phi_barriers.index(k), count=1)
     staged_dz = ()
-    if PARTS < 4 and C % 8 == 0:  # with four there is no room beside phi
+    staged = ()
+    if not TILED:
+        staged = stage_tokens(
+            dz_parts, read_weights, norm_share, k_share, k_more, post, res, first, T, N, P, DZ_WIDTH
+        )  # fmt: skip
+    elif PARTS < 4:  # with four there is no room beside phi
         DZ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
         staged_dz = (gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 2 * GROUP, PART_ROWS], DZ_LAYOUT),)
-        _stage_dz(dz_parts, staged_dz[0], first, T, C, P, PARTS, DZ_WIDTH)
+        _stage_dz(dz_parts, staged_dz[0], first, T, P, PARTS, DZ_WIDTH)
     fence_async_shared()
     gl.thread_barrier()
     # Written out twice: a tuple with a name keeps no constants.
     if TILED:
         gl.warp_specialize(
             [
-                (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed,
-                            phi_loaded, phi_free, read_weights, norm_weight, norm_share, k_share, k_more, post, res,
+                (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, staged, pieces, loaded,
+                            computed, phi_barriers, read_weights, norm_weight, norm_share, k_share, k_more, post, res,
                             sums, first, T, begin, end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH, STEP)),
                 (load_tiles, ((x, g), (f, dx_in), (x_slots, g_slots), (f_slots, d_slots), loaded, free, first, begin,
                               end, C, N, SLOTS)),
-                (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS, STEP)),
+                (_load_phi, (phi_parts, pieces, phi_barriers, begin, end, C, N, PARTS, STEP)),
                 (store_tiles, (dx, df, x_slots, f_slots, computed, free, first, begin, end, C, N, SLOTS)),
             ],
             [1, 1, 1],
@@ -454,12 +454,12 @@ def streams_bwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed,
-                            phi_loaded, phi_free, read_weights, norm_weight, norm_share, k_share, k_more, post, res,
+                (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, staged, pieces, loaded,
+                            computed, phi_barriers, read_weights, norm_weight, norm_share, k_share, k_more, post, res,
                             sums, first, T, begin, end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH, STEP)),
                 (_move, (x, g, f, dx_in, dx, df, x_slots, g_slots, f_slots, d_slots, allocate_carried(N), loaded,
                          computed, first, T, begin, end, C, N, STEP)),
-                (_load_phi, (phi_parts, pieces, phi_loaded, phi_free, begin, end, C, N, PARTS, STEP)),
+                (_load_phi, (phi_parts, pieces, phi_barriers, begin, end, C, N, PARTS, STEP)),
             ],
             [COPY_WARPS, 1],
             [MOVE_REGISTERS, COPY_REGISTERS],
@@ -468,8 +468,10 @@ def streams_bwd_hopper_kernel(
 
 def takes(channels: int, rows: int) -> bool:
     """Whether there is a form for so many channels, and for so many rows of phi."""
-    most = MAX_TILES if channels % SUM_WIDTH == 0 else MAX_TILES_BESIDE_CARRIED
-    return has_hopper_channels(channels) and cdiv(2 * rows, PHI_TILE[0]) <= most
+    tiles = cdiv(2 * rows, PHI_TILE[0])
+    if channels % SUM_WIDTH == 0:
+        return tiles <= MAX_TILES
+    return has_hopper_channels(channels) and tiles <= MAX_TILES_BESIDE_CARRIED and rows % BLOCK == 0
 
 
 def phi_layout(rows: int, channels: int) -> PhiLayout:

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -54,12 +55,14 @@ SLOTS = gl.constexpr(4)
 PIECES = gl.constexpr(8)  # with four of them, and five slots, F1 takes 7% longer
 SHARED = gl.constexpr(shared_layout(2, SLOT_CHANNELS))
 PHI_LAYOUT = gl.constexpr(shared_layout(4, SLOT_CHANNELS))
+PROJECT_WARPS = gl.constexpr(4)
 PROJECT_REGISTERS = gl.constexpr(176)
 
 # Rows of phi whose parts a dot takes as its left operand: 16 of each warp, eight rows' high parts and then their low
 # ones. A thread loads pairs of channels as it multiplies them, and splits them itself. Half a warp loads every other of
 # eight rows, which lie in different banks (`_part_row`).
 DOT_ROWS = gl.constexpr(32)
+DOTS = gl.constexpr(-(-ALL_ROWS // 32))
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HOPPER_TOKENS, 16]))
 OPERAND = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2))
 PHI_PAIRS = gl.constexpr(
@@ -189,23 +192,19 @@ def _one_below_the_other(tiles):
 
 
 @gluon.jit
-def _take_phi(pieces, norm_weight, loaded, free, piece, begin, C: gl.constexpr):
-    """The parts of a piece of phi, of all rows: the last dot has some of them twice."""
-    slot = piece % PIECES
-    mbarrier.wait(loaded.index(slot), piece // PIECES % 2)
-    first = slot * TILES
-    upper = pieces.index(first)._reinterpret(gl.float32, [DOT_ROWS, WIDTH], PHI_LAYOUT).load(PHI_PAIRS)
-    middle = pieces.index(first + 2)._reinterpret(gl.float32, [DOT_ROWS, WIDTH], PHI_LAYOUT).load(PHI_PAIRS)
-    last = pieces.index(first + 4).load(gl.SliceLayout(0, PHI_PAIRS_TWICE))
-    lower = gl.reshape(gl.expand_dims(last, 0).broadcast_to([2, ROWS, WIDTH]), (DOT_ROWS, WIDTH))
-    lower = gl.convert_layout(lower, PHI_PAIRS, assert_trivial=True)
-    gl.thread_barrier()
-    mbarrier.arrive(free.index(slot), count=1)
+def _load_rows(pieces, norm_weight, piece, begin, k: gl.constexpr, C: gl.constexpr):
+    """Of a piece of phi, those of dot k: the last dot has its rows twice."""
+    first = piece % PIECES * TILES + 2 * k
+    if k + 1 < DOTS:
+        rows = pieces.index(first)._reinterpret(gl.float32, [DOT_ROWS, WIDTH], PHI_LAYOUT).load(PHI_PAIRS)
+    else:
+        last = pieces.index(first).load(gl.SliceLayout(0, PHI_PAIRS_TWICE))
+        rows = gl.reshape(gl.expand_dims(last, 0).broadcast_to([2, ROWS, WIDTH]), (DOT_ROWS, WIDTH))
+        rows = gl.convert_layout(rows, PHI_PAIRS, assert_trivial=True)
     if norm_weight is not None:
         c = begin + piece // N * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, PHI_PAIRS))
-        weights = load_float(norm_weight, piece % N * C + c, c < C)[None, :]
-        upper, middle, lower = upper * weights, middle * weights, lower * weights
-    return _parts(upper), _parts(middle), _parts(lower)
+        rows *= load_float(norm_weight, piece % N * C + c, c < C)[None, :]
+    return rows
 
 
 @gluon.jit
@@ -236,35 +235,49 @@ def _project(
     x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end,
     C: gl.constexpr, P: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
+    """Splits the rows of one dot while the tensor cores are busy with the one before, and then loads those that come
+    next in their place.
+    """
     nothing = gl.zeros([2 * DOT_ROWS, TOKENS], gl.float32, MMA)
-    upper_z, middle_z, lower_z = nothing, nothing, nothing
+    sums = ()
+    for _ in gl.static_range(DOTS):
+        sums = sums + (nothing,)
     count = (end - begin) // WIDTH * N
     streams = x_slots._reinterpret(gl.bfloat16, [SLOTS * N, TOKENS, WIDTH], SHARED)
-    upper, middle, lower = _take_phi(pieces, norm_weight, phi_loaded, phi_free, 0, begin, C)
+    mbarrier.wait(phi_loaded.index(0), 0)
+    rows = ()
+    for k in gl.static_range(DOTS):
+        rows = rows + (_load_rows(pieces, norm_weight, 0, begin, k, C),)
     for step in range((end - begin) // WIDTH):
         slot = step % SLOTS
         mbarrier.wait(written.index(slot), step // SLOTS % 2)
         for stream in range(N):
+            piece = step * N + stream
+            following = gl.minimum(piece + 1, count - 1)  # behind the last piece that one again
+            mbarrier.wait(phi_loaded.index(following % PIECES), following // PIECES % 2)
             y = streams.index(slot * N + stream).permute((1, 0))
-            upper_z = warpgroup_mma(upper, y, upper_z, is_async=True)
-            middle_z = warpgroup_mma(middle, y, middle_z, is_async=True)
-            lower_z = warpgroup_mma(lower, y, lower_z, is_async=True)
-            following = gl.minimum(step * N + stream + 1, count - 1)  # behind the last piece that one again
-            next_parts = _take_phi(pieces, norm_weight, phi_loaded, phi_free, following, begin, C)
-            upper_z, middle_z, lower_z = warpgroup_mma_wait(0, deps=[upper_z, middle_z, lower_z])
-            _keep(upper)
-            _keep(middle)
-            _keep(lower)
-            upper, middle, lower = next_parts
+            split = ()
+            begun = ()
+            next_rows = ()
+            for k in gl.static_range(DOTS):
+                split = split + (_parts(rows[k]),)
+                begun = begun + (warpgroup_mma(split[k], y, sums[k], is_async=True),)
+                if k + 1 == DOTS:  # each thread says for itself that it has all of the piece: they need not meet
+                    async_copy.mbarrier_arrive(phi_free.index(piece % PIECES), increment_count=False)
+                next_rows = next_rows + (_load_rows(pieces, norm_weight, following, begin, k, C),)
+            rows = next_rows
+            sums = warpgroup_mma_wait(0, deps=begun)
+            for k in gl.static_range(DOTS):
+                _keep(split[k])
         gl.thread_barrier()
         mbarrier.arrive(free.index(slot), count=1)
         after = begin + (step + 1) * WIDTH
         if (after % CHUNK == 0) | (after >= end):
-            chunk = _chunk_before(after, CHUNK)
-            _store_sums(partials, chunk, upper_z, 0, first, T, P)
-            _store_sums(partials, chunk, middle_z, DOT_ROWS, first, T, P)
-            _store_sums(partials, chunk, lower_z, 2 * DOT_ROWS, first, T, P)
-            upper_z, middle_z, lower_z = nothing, nothing, nothing
+            zeros = ()
+            for k in gl.static_range(DOTS):
+                _store_sums(partials, _chunk_before(after, CHUNK), sums[k], k * DOT_ROWS, first, T, P)
+                zeros = zeros + (nothing,)
+            sums = zeros
 
 
 @gluon.jit
@@ -314,7 +327,7 @@ def write_project_eight_kernel(
         mbarrier.init(free.index(slot), count=2)  # of `project`, and of `store`
     for slot in gl.static_range(PIECES):
         mbarrier.init(phi_loaded.index(slot), count=1)
-        mbarrier.init(phi_free.index(slot), count=1)
+        mbarrier.init(phi_free.index(slot), count=32 * PROJECT_WARPS)
     fence_async_shared()
     gl.thread_barrier()
     COLLAPSES: gl.constexpr = x_in is not None
@@ -328,7 +341,7 @@ def write_project_eight_kernel(
             (_load_phi, (phi, pieces, phi_loaded, phi_free, begin, end, C)),
             (_store, (y, x_in, x_slots, f_slots, written, free, first, begin, end, C)),
         ],
-        [4, 1, 1, 1],
+        [PROJECT_WARPS, 1, 1, 1],
         [PROJECT_REGISTERS, COPY_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
     )  # fmt: skip
 

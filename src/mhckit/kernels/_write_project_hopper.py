@@ -60,7 +60,7 @@ from ._hopper_copies import (
 from ._hopper_late import clear_ends, load_late_tile, own_channels
 from ._hopper_late_phi import MOST_TILES, ROWS_LAYOUT, allocate_ends, begin_late_piece, keep_ends, load_late_rows
 from ._hopper_launch import MAX_PARTS
-from ._hopper_rows import COPY_WARPS, ROW_REGISTERS, allocate_carried, begin_step, store_step
+from ._hopper_rows import COPY_WARPS, ROW_REGISTERS, allocate_carried, begin_step, found_here, store_step
 from ._launch import SUM_WIDTH
 from ._partial_sums import CHAIN, channels_of_part, end_pairs, push
 
@@ -101,6 +101,7 @@ def _move(
 ):  # fmt: skip
     """What `load` and `store` do where 128 divides C. The slot that a step is loaded into was stored one step ago."""
     steps = steps_of(begin, end, C, STEP)
+    x_slots = found_here(x_slots)
     for step in range(-2, steps):
         later = step + 2
         if later < steps:
@@ -158,14 +159,14 @@ def _write(
         for p in range(PANELS):
             own = own_channels(p, STEP, layout)
             tiles, others = x_slots.index(slot * PANELS + p), x_slots.index(slot * PANELS + 1 - p)
-            f = _load(f_slots.index(slot * PANELS + p), f_slots.index(slot * PANELS + 1 - p), own, t, C, 1, 0, layout)
-            if f_bias is not None:
-                c, here = _channels_of(step // 2 * PANELS + p, p, begin, C, STEP, gl.SliceLayout(0, layout))
-                f += load_float(f_bias, c, here)[None, :]
             streams = ()
             for i in gl.static_range(N):
                 tile, other = tiles.slice(i * GROUP, GROUP), others.slice(i * GROUP, GROUP)
                 streams = streams + (_load(tile, other, own, t, C, N, i, layout),)
+            f = _load(f_slots.index(slot * PANELS + p), f_slots.index(slot * PANELS + 1 - p), own, t, C, 1, 0, layout)
+            if f_bias is not None:
+                c, here = _channels_of(step // 2 * PANELS + p, p, begin, C, STEP, gl.SliceLayout(0, layout))
+                f += load_float(f_bias, c, here)[None, :]
             ys = ()
             collapsed = zero
             for o in gl.static_range(N):
