@@ -53,6 +53,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED_MEMORY = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+# Kernels that are as fast where rows begin anywhere, and C is no multiple of 8, as their warps are together.
+ROWS_BEGIN_ANYWHERE = ("write_project_hopper", "streams_bwd_hopper")
 INSTRUCTIONS = ("FFMA", "FMUL", "FADD", "MUFU", "HMMA", "HGMMA", "SHFL", "LDG", "STG", "LDL", "STL", "BAR")
 _TYPES = {
     torch.bfloat16: "bf16",
@@ -360,6 +362,7 @@ def configurations(everything: bool) -> list[Configuration]:
     spine = _SPINE if everything else ("junction", "head")
     listed += [Configuration(spine, deepseek, dtypes=dtypes) for dtypes in ("fp32", "fp16", "fp32/bf16")]
     listed += [Configuration(spine, deepseek, channels=37), Configuration(_JUNCTION, deepseek, channels=5129)]
+    listed.append(Configuration(_JUNCTION, deepseek, channels=5129, optional=False))
     for recipe in (deepseek, Recipe.preset("mhc_lite")):
         listed.append(Configuration(_JUNCTION, recipe, channels=5130, without=("f_bias",)))
     for recipe in (deepseek, Recipe.preset("deepseek_v41")):
@@ -416,9 +419,16 @@ def problems(launch: Launch, compiled: Compiled) -> list[str]:
 def _stack_allowed(launch: Launch) -> int:
     """Bytes: J spills a few dozen registers with a bias, F1 four with a folded norm and a bias or a collapse, B two in
     a Sinkhorn iteration on logarithms. With eight streams F1 spills a few where it collapses, J outside of its
-    loop.
+    loop. Where rows begin anywhere, both have room for a folded norm or a bias, for a norm or sums of its weights,
+    and for 32 rows of phi; J keeps one number until warps know what they do.
     """
     constants = dict(launch.constants)
+    if launch.name in ROWS_BEGIN_ANYWHERE and constants["C"] % 8:
+        plain = all(constants.get(name, 0) is None for name in ("norm_weight", "f_bias", "read_weights"))
+        if launch.name == "streams_bwd_hopper":
+            plain = constants.get("norm_weight", 0) is None and not constants["SUMS_READ"]
+        most = 8 if launch.name == "streams_bwd_hopper" else 0
+        return (most if plain else 96) if constants["P"] <= 24 else 160
     if launch.name in ("write_project_eight", "streams_bwd_eight"):
         return 24 if launch.name == "write_project_eight" else 320
     if launch.name == "write_project":
@@ -430,12 +440,15 @@ def _stack_allowed(launch: Launch) -> int:
 
 
 def _is_fast_path(launch: Launch) -> bool:
-    """4 streams of bfloat16, or 8 in kernels of their own, and channels that are loaded 16 bytes at a time."""
+    """4 streams of bfloat16, or 8 in kernels of their own, and channels that are loaded 16 bytes at a time; or by warps
+    that do nothing else.
+    """
     constants, types = dict(launch.constants), dict(launch.signature)
     streams = constants["MATH"].streams if "MATH" in constants else constants.get("N", 4)
     activation = next((types[name] for name in ("x", "y", "g") if types.get(name, "constexpr") != "constexpr"), "*bf16")
     is_bfloat = activation == "*bf16" or activation.startswith("tensordesc<bf16")
-    return streams == 4 and is_bfloat and constants.get("C", 8) % 8 == 0
+    has_form = constants.get("C", 8) % 8 == 0 or launch.name in ROWS_BEGIN_ANYWHERE
+    return streams == 4 and is_bfloat and has_form
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)

@@ -37,34 +37,47 @@ def stage_tokens(
     dz_parts, read_weights, norm_share, k_share, k_more, post, res, first, T, N: gl.constexpr, P: gl.constexpr,
     DZ_WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Allocates it and fills it. Barriers before it is read are the caller's."""
+    """Allocates it and fills it. All is loaded before any is stored, beside the first rows, for which everybody waits.
+    Barriers before it is read are the caller's.
+    """
     NUMBERS: gl.constexpr = 2 * N + (1 if norm_share is None else 2)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * NUMBERS, GROUP], NUMBERS_LAYOUT)
     blocks = gl.allocate_shared_memory(gl.bfloat16, [2 * (P // COLUMNS), 2 * GROUP, COLUMNS], LINES)
     staged = (numbers, blocks)
     if res is not None:
         staged = staged + (gl.allocate_shared_memory(gl.float32, [2 * N, GROUP, N], LINES),)
-    layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
-    for group in range(2):
+    values = ()
+    mixes = ()
+    rows = ()
+    for group in gl.static_range(2):
         before = first.to(gl.int64) + group * GROUP
-        t = before + gl.arange(0, GROUP, layout)
-        live = t < T
-        columns = load_columns(post, t, live, N) + load_columns(read_weights, t, live, N)
-        for k in gl.static_range(2 * N):
-            numbers.index(group * NUMBERS + k).store(gl.reshape(columns[k], (GROUP,)))
-        share = load_float(k_share, t, live)
-        if k_more is not None:
-            share += load_float(k_more, t, live)
-        numbers.index(group * NUMBERS + 2 * N).store(share)
-        if norm_share is not None:
-            numbers.index(group * NUMBERS + 2 * N + 1).store(load_float(norm_share, t, live))
+        t = before + gl.arange(0, GROUP, gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])))
+        values = values + _numbers_of(read_weights, norm_share, k_share, k_more, post, t, t < T, N)
         if res is not None:
-            mixes = load_columns(res, t, live, N * N)
-            for o in gl.static_range(N):
-                row = gl.reshape(join_last(mixes[o * N : (o + 1) * N]), (GROUP, N))
-                staged[2].index(group * N + o).store(row)
-        _stage_dz(blocks, dz_parts, group, before, T, P, DZ_WIDTH)
+            mixes = mixes + load_columns(res, t, t < T, N * N)
+        rows = rows + _load_dz(dz_parts, before, T, P, DZ_WIDTH)
+    for k in gl.static_range(2 * NUMBERS):
+        numbers.index(k).store(values[k])
+    for k in gl.static_range(len(mixes) // N):
+        staged[2].index(k).store(gl.reshape(join_last(mixes[k * N : (k + 1) * N]), (GROUP, N)))
+    for k in gl.static_range(len(rows)):
+        blocks.index(k).store(rows[k])
     return staged
+
+
+@gluon.jit
+def _numbers_of(read_weights, norm_share, k_share, k_more, post, t, live, N: gl.constexpr):
+    columns = load_columns(post, t, live, N) + load_columns(read_weights, t, live, N)
+    numbers = ()
+    for k in gl.static_range(2 * N):
+        numbers = numbers + (gl.reshape(columns[k], (GROUP,)),)
+    share = load_float(k_share, t, live)
+    if k_more is not None:
+        share += load_float(k_more, t, live)
+    numbers = numbers + (share,)
+    if norm_share is not None:
+        numbers = numbers + (load_float(norm_share, t, live),)
+    return numbers
 
 
 @gluon.jit
@@ -76,13 +89,15 @@ def token_of_dz_row(r):
 
 
 @gluon.jit
-def _stage_dz(blocks, dz_parts, group, before, T, P: gl.constexpr, DZ_WIDTH: gl.constexpr):
+def _load_dz(dz_parts, before, T, P: gl.constexpr, DZ_WIDTH: gl.constexpr):
+    """Of a group, COLUMNS at a time, as `part_column` has them."""
     r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, HALF_OPERAND))
     t = (before + token_of_dz_row(r))[:, None]
     column = (r // 8 % 2 * COLUMNS)[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, HALF_OPERAND))[None, :]
-    for block in gl.static_range(P // COLUMNS):  # as `part_column` has them
-        rows = gl.load(dz_parts + t * DZ_WIDTH + (block * (2 * COLUMNS) + column), mask=t < T, other=0.0)
-        blocks.index(group * (P // COLUMNS) + block).store(rows)
+    blocks = ()
+    for k in gl.static_range(P // COLUMNS):
+        blocks = blocks + (gl.load(dz_parts + t * DZ_WIDTH + (k * 2 * COLUMNS + column), mask=t < T, other=0.0),)
+    return blocks
 
 
 @gluon.jit

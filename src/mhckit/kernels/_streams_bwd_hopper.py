@@ -222,7 +222,7 @@ def _multiply(dz, pieces, zero, slot, stream: gl.constexpr, N: gl.constexpr, PAR
 
 @gluon.jit
 def _compute(
-    x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, staged, pieces, loaded, computed, phi_barriers,
+    x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded, computed, phi_barriers,
     read_weights, norm_weight, norm_share, k_share, k_more, post, res, sums, first, T, begin, end, C: gl.constexpr,
     N: gl.constexpr, P: gl.constexpr, PARTS: gl.constexpr, CHUNK: gl.constexpr, SUMS_READ: gl.constexpr,
     DZ_WIDTH: gl.constexpr, STEP: gl.constexpr,
@@ -235,7 +235,13 @@ def _compute(
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     dz = ()  # where it is not staged, and of the other group; as totals
     other_dz = ()
-    if len(staged_dz) == 0 and len(staged) == 0:
+    staged = ()
+    if C % 8 != 0:
+        staged = stage_tokens(
+            dz_parts, read_weights, norm_share, k_share, k_more, post, res, first, T, N, P, DZ_WIDTH
+        )  # fmt: skip
+        gl.thread_barrier()
+    elif len(staged_dz) == 0:
         dz = _load_dz(dz_parts, first, T, P, PARTS, DZ_WIDTH, operand)
         other_dz = _load_dz(dz_parts, first + GROUP, T, P, PARTS, DZ_WIDTH, operand)
     nothing = fold(tile_of_zeros, tile_of_zeros, 8, True)
@@ -425,12 +431,7 @@ def streams_bwd_hopper_kernel(
     for k in gl.static_range(2 * PANELS):
         mbarrier.init(phi_barriers.index(k), count=1)
     staged_dz = ()
-    staged = ()
-    if not TILED:
-        staged = stage_tokens(
-            dz_parts, read_weights, norm_share, k_share, k_more, post, res, first, T, N, P, DZ_WIDTH
-        )  # fmt: skip
-    elif PARTS < 4:  # with four there is no room beside phi
+    if TILED and PARTS < 4:  # with four there is no room beside phi
         DZ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
         staged_dz = (gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 2 * GROUP, PART_ROWS], DZ_LAYOUT),)
         _stage_dz(dz_parts, staged_dz[0], first, T, P, PARTS, DZ_WIDTH)
@@ -440,7 +441,7 @@ def streams_bwd_hopper_kernel(
     if TILED:
         gl.warp_specialize(
             [
-                (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, staged, pieces, loaded,
+                (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded,
                             computed, phi_barriers, read_weights, norm_weight, norm_share, k_share, k_more, post, res,
                             sums, first, T, begin, end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH, STEP)),
                 (load_tiles, ((x, g), (f, dx_in), (x_slots, g_slots), (f_slots, d_slots), loaded, free, first, begin,
@@ -454,7 +455,7 @@ def streams_bwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, staged, pieces, loaded,
+                (_compute, (x_slots, g_slots, f_slots, d_slots, dz_parts, staged_dz, pieces, loaded,
                             computed, phi_barriers, read_weights, norm_weight, norm_share, k_share, k_more, post, res,
                             sums, first, T, begin, end, C, N, P, PARTS, CHUNK, SUMS_READ, DZ_WIDTH, STEP)),
                 (_move, (x, g, f, dx_in, dx, df, x_slots, g_slots, f_slots, d_slots, allocate_carried(N), loaded,
