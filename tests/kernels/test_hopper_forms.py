@@ -383,7 +383,7 @@ def test_phi_of_eight_streams_is_packed(rows: int) -> None:
         return part.view(rows, 8, channels // 8, 8).permute(2, 0, 1, 3).reshape(channels // 8, rows, 64)
 
     assert torch.equal(parts[:, :rows], packed(high))
-    # The product may be rounded before its high part is taken from it, or not: half a last place of a low part, and of the product.
+    # The product may be rounded before its high part is taken from it, or not.
     error = (parts[:, rows : 2 * rows].double() - packed(low)).abs()
     assert (error <= 2.0**-8 * packed(low).abs() + 2.0**-24 * packed(weighted).abs()).all()
     assert (parts[:, 2 * rows :] == 0).all()
