@@ -29,7 +29,7 @@ import sys
 sys.path.insert(0, {str(TOOL.parent)!r})
 import crosscompile
 from mhckit import Recipe
-crosscompile._stack_allowed = lambda launch: 0
+stack_allowed, crosscompile._stack_allowed = crosscompile._stack_allowed, lambda launch: 0
 case = crosscompile.Configuration(("junction",), Recipe.preset("deepseek_v4"), channels=256)
 launches = crosscompile.launches_of("junction", case)
 launch = next(launch for launch in launches if launch.name == "streams_bwd")
@@ -45,6 +45,13 @@ case = dataclasses.replace(case, without=("f_bias",))
 launch = next(launch for launch in crosscompile.launches_of("junction", case) if launch.name == "streams_bwd_hopper")
 found = crosscompile.problems(launch, dataclasses.replace(compiled, stack=8))
 assert len(found) == 1 and "8 bytes of stack" in found[0], found
+crosscompile._stack_allowed = stack_allowed
+rows = crosscompile.Configuration(("junction",), Recipe.preset("deepseek_v4"), channels=257, optional=False)
+launches = [launch for launch in crosscompile.launches_of("junction", rows) if launch.kernel.is_gluon()]
+assert {{launch.name for launch in launches}} == set(crosscompile.ROWS_BEGIN_ANYWHERE)
+for launch in launches:
+    found = crosscompile.problems(launch, dataclasses.replace(compiled, stack=16))
+    assert len(found) == 1 and "16 bytes of stack" in found[0], (launch.name, found)
 case = dataclasses.replace(case, hopper_forms=False)
 assert not any(launch.kernel.is_gluon() for launch in crosscompile.launches_of("junction", case))
 copy, dot = "ttg.async_copy_global_to_local %x", "ttng.warp_group_dot %a"
