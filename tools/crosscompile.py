@@ -362,7 +362,8 @@ def configurations(everything: bool) -> list[Configuration]:
     spine = _SPINE if everything else ("junction", "head")
     listed += [Configuration(spine, deepseek, dtypes=dtypes) for dtypes in ("fp32", "fp16", "fp32/bf16")]
     listed += [Configuration(spine, deepseek, channels=37), Configuration(_JUNCTION, deepseek, channels=5129)]
-    listed.append(Configuration(_JUNCTION, deepseek, channels=5129, optional=False))
+    plain = map(Recipe.preset, ("deepseek_v4", "deepseek_v41", "hy_v4"))
+    listed += [Configuration(_JUNCTION, recipe, channels=5129, optional=False) for recipe in plain]
     for recipe in (deepseek, Recipe.preset("mhc_lite")):
         listed.append(Configuration(_JUNCTION, recipe, channels=5130, without=("f_bias",)))
     for recipe in (deepseek, Recipe.preset("deepseek_v41")):
@@ -419,8 +420,8 @@ def problems(launch: Launch, compiled: Compiled) -> list[str]:
 def _stack_allowed(launch: Launch) -> int:
     """Bytes: J spills a few dozen registers with a bias, F1 four with a folded norm and a bias or a collapse, B two in
     a Sinkhorn iteration on logarithms. With eight streams F1 spills a few where it collapses, J outside of its
-    loop. Where rows begin anywhere, both have room for a folded norm or a bias, for a norm or sums of its weights,
-    and for 32 rows of phi; J keeps one number until warps know what they do.
+    loop. Where rows begin anywhere, both have room for a folded norm or a bias, for a norm or sums of the
+    gradient of read weights, F1 for 32 rows of phi; J keeps one number until warps know what they do.
     """
     constants = dict(launch.constants)
     if launch.name in ROWS_BEGIN_ANYWHERE and constants["C"] % 8:

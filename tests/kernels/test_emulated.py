@@ -39,6 +39,7 @@ def _passes(*arguments: object) -> list[str]:
     ("deepseek_v41", 256, "f_bias"),  # sums the gradient of the read weights, too, unless there is a norm
     ("deepseek_v41", 257, "f_bias,out_norm_weight"),
     ("hy_v4", 256, "f_bias"),  # keeps every stream as it is
+    ("hy_v4", 257, "f_bias"),
     ("projection", 257, "f_bias,norm_weight"),
     ("mhc_lite", 256, "f_bias,out_norm_weight"),  # 32 rows of phi
     ("mhc_lite", 257, "f_bias"),  # for which J has no room

@@ -293,7 +293,9 @@ def _layout_for(
     ({"streams": 2}, False),
     ({"channels": 192}, False),
     ({"channels": 255}, True),
-    ({"channels": 255, "rows": 25}, False),  # what is carried from step to step takes their room
+    ({"channels": 255, "rows": 16}, True),
+    ({"channels": 255, "rows": 20}, False),  # dz is staged eight rows at a time
+    ({"channels": 255, "rows": 32}, False),  # what is carried from step to step, and staged, takes their room
     ({"channels": 255, "bias": True}, False),
     ({"channels": 127}, False),
     ({"bias": True}, False),

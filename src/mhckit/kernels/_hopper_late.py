@@ -11,8 +11,7 @@ becomes a float32 anyway.
     clear_ends          zeros behind the last channel
 
 With four streams a row is as late as its stream says, and four places more or less where the token is odd; with one row
-for each token it depends on the token. Results lie in their places, from a row's first on. Between two slots' vectors
-is one that nobody fills, which is read with the last of a slot.
+for each token it depends on the token. Results lie in their places, from a row's first on.
 """
 
 from triton.experimental import gluon

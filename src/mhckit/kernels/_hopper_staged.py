@@ -2,7 +2,8 @@
 
 The warps that move rows load them through the L1 cache. What is loaded behind them, even if the cache has it, waits
 about as long as they do: a tenth of J's time for a token's coefficients, and as much again for two registers that were
-spilled. So nothing is.
+spilled. So nothing is, but for a norm's weight, long before it is needed, and registers that a norm, or sums of the
+gradient of read weights, have no room for.
 
 Of both groups: numbers [number, tokens], which are post, w, k, and the share of a norm; dz as left operands of dots,
 eight columns at a time; the residual map, row by row [tokens, N].
@@ -19,7 +20,8 @@ from ._hopper_copies import GROUP
 BLOCK = 8
 COLUMNS = gl.constexpr(BLOCK)
 NUMBERS_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-LINES = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
+MAP_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
+BLOCK_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 # Half of a left operand's columns, as threads hold them. Of 16 rows eight are high parts and eight are low ones.
 HALF_OPERAND = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -42,10 +44,10 @@ def stage_tokens(
     """
     NUMBERS: gl.constexpr = 2 * N + (1 if norm_share is None else 2)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * NUMBERS, GROUP], NUMBERS_LAYOUT)
-    blocks = gl.allocate_shared_memory(gl.bfloat16, [2 * (P // COLUMNS), 2 * GROUP, COLUMNS], LINES)
+    blocks = gl.allocate_shared_memory(gl.bfloat16, [2 * (P // COLUMNS), 2 * GROUP, COLUMNS], BLOCK_LAYOUT)
     staged = (numbers, blocks)
     if res is not None:
-        staged = staged + (gl.allocate_shared_memory(gl.float32, [2 * N, GROUP, N], LINES),)
+        staged = staged + (gl.allocate_shared_memory(gl.float32, [2 * N, GROUP, N], MAP_LAYOUT),)
     values = ()
     mixes = ()
     rows = ()
@@ -55,7 +57,7 @@ def stage_tokens(
         values = values + _numbers_of(read_weights, norm_share, k_share, k_more, post, t, t < T, N)
         if res is not None:
             mixes = mixes + load_columns(res, t, t < T, N * N)
-        rows = rows + _load_dz(dz_parts, before, T, P, DZ_WIDTH)
+        rows = rows + _load_dz_blocks(dz_parts, before, T, P, DZ_WIDTH)
     for k in gl.static_range(2 * NUMBERS):
         numbers.index(k).store(values[k])
     for k in gl.static_range(len(mixes) // N):
@@ -89,7 +91,7 @@ def token_of_dz_row(r):
 
 
 @gluon.jit
-def _load_dz(dz_parts, before, T, P: gl.constexpr, DZ_WIDTH: gl.constexpr):
+def _load_dz_blocks(dz_parts, before, T, P: gl.constexpr, DZ_WIDTH: gl.constexpr):
     """Of a group, COLUMNS at a time, as `part_column` has them."""
     r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, HALF_OPERAND))
     t = (before + token_of_dz_row(r))[:, None]

@@ -3,9 +3,9 @@
 A slot has GROUP rows of each stream, of WIDTH places, one below the other: first those of even tokens, of all slots,
 then those of odd ones, which begin 64 bytes further on than they would have to. Eight threads load the same places of
 two neighbouring tokens at once, 64 bytes of each, and find them in different banks. Every place is 2 bytes from the
-next one, so that rows can be read from any of their vectors on. Behind a slot's last row is a vector that nobody fills,
-and that is read with the last one. Slots of tiles for the copy engine have another shape: what takes both asks whether
-a slot's last dimension is a VECTOR.
+next one, so that rows can be read from any of their vectors on. Behind the last row of either half of a slot is a
+vector that nobody fills, and that is read with that row. Slots of tiles for the copy engine have another shape: what
+takes both asks whether a slot's last dimension is a VECTOR.
 """
 
 from triton.experimental import gluon
@@ -35,6 +35,7 @@ def _apart(groups):
 @gluon.jit
 def allocate_vectors(SLOTS: gl.constexpr, ROWS: gl.constexpr):
     """Of so many ROWS in a slot."""
+    gl.static_assert(SLOTS < SKEW)
     return gl.allocate_shared_memory(gl.bfloat16, [SLOTS * (ROWS * VECTORS + 1) + SKEW, 1, VECTOR], LINES)
 
 
@@ -42,6 +43,7 @@ def allocate_vectors(SLOTS: gl.constexpr, ROWS: gl.constexpr):
 def rows_from(slots, slot, stream, vector, COUNT: gl.constexpr, ROWS: gl.constexpr):
     """COUNT of a slot's ROWS, from a stream on, and from one of their vectors on."""
     GROUPS: gl.constexpr = slots.shape[0] // (GROUP * VECTORS)
+    gl.static_assert(GROUPS & (GROUPS - 1) == 0)  # or odd tokens' rows would not be where `half_from` has them
     layout: gl.constexpr = _apart(GROUPS)
     first = _vector_of_slot(slot, ROWS) + stream * (GROUP // 2 * VECTORS) + vector
     return slots.index(first)._reinterpret(gl.bfloat16, [GROUPS * GROUP, WIDTH], layout).slice(0, COUNT)

@@ -77,10 +77,10 @@ from ._launcher import run
 
 # A tile of phi is [rows of parts, channels].
 PHI_TILE = (PART_ROWS.value, STREAM_TILE[1])
-# Of phi's parts: tiles for each stream, at most; and where warps move rows, which carry the last vectors of a step to
-# the next one. A fourth tile needs 3464 bytes of shared memory that are not left then.
+# Of phi's parts: tiles for each stream, at most; and where warps move rows, and shared memory has what they carry and
+# what is staged (`_hopper_rows`, `_hopper_staged`). With a fourth one it would have to be 18 KB larger.
 MAX_TILES = 4
-MAX_TILES_BESIDE_CARRIED = 3
+MAX_TILES_BESIDE_ROWS = 3
 SLOTS = gl.constexpr(2)
 # Streams one below the other, as `_by_token` has each: eight channels of a row are a vector to the compiler.
 STACKED = gl.constexpr(
@@ -472,7 +472,7 @@ def takes(channels: int, rows: int) -> bool:
     tiles = cdiv(2 * rows, PHI_TILE[0])
     if channels % SUM_WIDTH == 0:
         return tiles <= MAX_TILES
-    return has_hopper_channels(channels) and tiles <= MAX_TILES_BESIDE_CARRIED and rows % BLOCK == 0
+    return has_hopper_channels(channels) and tiles <= MAX_TILES_BESIDE_ROWS and rows % BLOCK == 0
 
 
 def phi_layout(rows: int, channels: int) -> PhiLayout:

@@ -62,7 +62,7 @@ PROJECT_REGISTERS = gl.constexpr(176)
 # ones. A thread loads pairs of channels as it multiplies them, and splits them itself. Half a warp loads every other of
 # eight rows, which lie in different banks (`_part_row`).
 DOT_ROWS = gl.constexpr(32)
-DOTS = gl.constexpr(-(-ALL_ROWS // 32))
+DOTS = gl.constexpr(-(-ALL_ROWS // DOT_ROWS.value))
 MMA = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HOPPER_TOKENS, 16]))
 OPERAND = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2))
 PHI_PAIRS = gl.constexpr(
@@ -235,8 +235,8 @@ def _project(
     x_slots, pieces, written, free, phi_loaded, phi_free, norm_weight, partials, first, T, begin, end,
     C: gl.constexpr, P: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
-    """Splits the rows of one dot while the tensor cores are busy with the one before, and then loads those that come
-    next in their place.
+    """Splits the rows of one dot while the tensor cores are busy with another, and loads those that come next in their
+    place.
     """
     nothing = gl.zeros([2 * DOT_ROWS, TOKENS], gl.float32, MMA)
     sums = ()
@@ -262,7 +262,9 @@ def _project(
             for k in gl.static_range(DOTS):
                 split = split + (_parts(rows[k]),)
                 begun = begun + (warpgroup_mma(split[k], y, sums[k], is_async=True),)
-                if k + 1 == DOTS:  # each thread says for itself that it has all of the piece: they need not meet
+                # Each thread says for itself that it has all of the piece, and they need not meet. That orders nothing:
+                # the thread has split the rows, so that they were loaded before.
+                if k + 1 == DOTS:
                     async_copy.mbarrier_arrive(phi_free.index(piece % PIECES), increment_count=False)
                 next_rows = next_rows + (_load_rows(pieces, norm_weight, following, begin, k, C),)
             rows = next_rows
