@@ -20,8 +20,7 @@ from ._hopper_copies import GROUP
 BLOCK = 8
 COLUMNS = gl.constexpr(BLOCK)
 NUMBERS_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-MAP_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
-BLOCK_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
+ROWS_LAYOUT = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 1, [1, 0]))
 # Half of a left operand's columns, as threads hold them. Of 16 rows eight are high parts and eight are low ones.
 HALF_OPERAND = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -44,10 +43,10 @@ def stage_tokens(
     """
     NUMBERS: gl.constexpr = 2 * N + (1 if norm_share is None else 2)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * NUMBERS, GROUP], NUMBERS_LAYOUT)
-    blocks = gl.allocate_shared_memory(gl.bfloat16, [2 * (P // COLUMNS), 2 * GROUP, COLUMNS], BLOCK_LAYOUT)
+    blocks = gl.allocate_shared_memory(gl.bfloat16, [2 * (P // COLUMNS), 2 * GROUP, COLUMNS], ROWS_LAYOUT)
     staged = (numbers, blocks)
     if res is not None:
-        staged = staged + (gl.allocate_shared_memory(gl.float32, [2 * N, GROUP, N], MAP_LAYOUT),)
+        staged = staged + (gl.allocate_shared_memory(gl.float32, [2 * N, GROUP, N], ROWS_LAYOUT),)
     values = ()
     mixes = ()
     rows = ()
