@@ -21,7 +21,7 @@ from recipes import every_recipe
 from torch import Tensor
 
 from mhckit import Recipe
-from mhckit.kernels import _hopper_rows, _hopper_staged, _parameters_bwd, _write_project
+from mhckit.kernels import _hopper_dz, _hopper_rows, _hopper_staged, _parameters_bwd, _write_project
 from mhckit.kernels import _streams_bwd_eight as _eight_bwd
 from mhckit.kernels import _streams_bwd_hopper as _hopper_bwd
 from mhckit.kernels import _write_project_eight as _eight_fwd
@@ -81,7 +81,7 @@ BREAKS: dict[str, tuple[Any, str, Any, str, int]] = {
     "fence of F1 for eight streams": (_eight_fwd, "_write", unfenced, "junction", 128),
     "fence of J for eight streams": (_eight_bwd, "_compute", unfenced, "junction", 128),
     "matrices of J for eight streams": (_eight_bwd, "transposed", as_it_was, "junction", 128),
-    "rows of dz in J": (_hopper_bwd, "_token_of_row", rows_in_order, "junction", 256),
+    "rows of dz in J": (_hopper_dz, "token_of_row", rows_in_order, "junction", 256),
     "rows of staged dz in J": (_hopper_staged, "token_of_dz_row", rows_in_order, "junction", 257),
     "ends of rows in F1": (_hopper_fwd, "clear_ends", nothing_cleared, "junction", 257),
     "ends of rows in J": (_hopper_bwd, "clear_ends", nothing_cleared, "junction", 257),

@@ -377,17 +377,17 @@ def test_phi_of_eight_streams_is_packed(rows: int) -> None:
     phi, weight = torch.randn(rows, 8 * channels, device=device), torch.randn(8 * channels, device=device)
     parts = pack_phi(phi, weight, 8, layout)
     assert parts.shape == (channels // 8, layout.rows, 64)
-    weighted = phi.double() * weight.double()
     high = (phi * weight).bfloat16()
-    low = weighted - high.double()
+    low = (phi * weight - high.float()).bfloat16()
+    low_of_product = (phi.double() * weight.double() - high.double()).float().bfloat16()
 
     def packed(part: torch.Tensor) -> torch.Tensor:
         return part.view(rows, 8, channels // 8, 8).permute(2, 0, 1, 3).reshape(channels // 8, rows, 64)
 
     assert torch.equal(parts[:, :rows], packed(high))
-    # The product may be rounded before its high part is taken from it, or not.
-    error = (parts[:, rows : 2 * rows].double() - packed(low)).abs()
-    assert (error <= 2.0**-8 * packed(low).abs() + 2.0**-24 * packed(weighted).abs()).all()
+    found = parts[:, rows : 2 * rows]
+    # A GPU multiplies and subtracts in one instruction, an interpreter in two.
+    assert ((found == packed(low)) | (found == packed(low_of_product))).all()
     assert (parts[:, 2 * rows :] == 0).all()
 
 

@@ -52,7 +52,7 @@ from ._device import (
 from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradients
 from ._hopper_columns import load_columns
 from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, SHARED, STREAM_TILE, load_tiles, steps_of, store_tiles
-from ._hopper_dz import PART_ROWS, load_dz
+from ._hopper_dz import PART_ROWS, load_dz_of_group, stage_dz, staged_dz_of_group
 from ._hopper_late import clear_ends, load_late, own_channels, panel_of
 from ._hopper_launch import (
     HOPPER_TOKENS,
@@ -141,7 +141,7 @@ def _by_token(z, C: gl.constexpr):
     """[tokens, channels] from the dot's [2 tokens, packed channels]; moves no data, as `sum_parts` does not.
 
     Of a tensor core's 16 rows eight are high parts and eight are the low ones of the same tokens, in the order that
-    `_token_of_row` or `token_of_dz_row` has: a thread holds neighbours in both.
+    `token_of_row` or `token_of_dz_row` has: a thread holds neighbours in both.
     """
     TOKENS: gl.constexpr = z.shape[0] // 2
     CHANNELS: gl.constexpr = z.shape[1]
@@ -151,37 +151,6 @@ def _by_token(z, C: gl.constexpr):
     else:
         total = gl.sum(gl.reshape(z, (TOKENS // 8, 2, 8, CHANNELS)), 1)
     return unpack_columns(gl.reshape(total, (TOKENS, CHANNELS)), 8)
-
-
-@gluon.jit
-def _token_of_row(r):
-    """Which of a group's tokens row r of dz belongs to: of eight, 0 4 1 5 2 6 3 7."""
-    return r // 16 * 8 + r % 2 * 4 + r % 8 // 2
-
-
-@gluon.jit
-def _load_dz(dz_parts, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Of a group."""
-    r = gl.arange(0, 2 * GROUP, gl.SliceLayout(1, layout))
-    is_low = (r // 8 % 2 == 1)[:, None]
-    return load_dz(dz_parts, first.to(gl.int64) + _token_of_row(r), is_low, T, P, PARTS, WIDTH, layout)
-
-
-@gluon.jit
-def _stage_dz(dz_parts, dz, first, T, P: gl.constexpr, PARTS: gl.constexpr, WIDTH: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [8, 1], [1, 0])
-    for group in gl.static_range(2):
-        tiles = _load_dz(dz_parts, first + group * GROUP, T, P, PARTS, WIDTH, layout)
-        for part in gl.static_range(PARTS):
-            dz.index(group * PARTS + part).store(tiles[part])
-
-
-@gluon.jit
-def _staged_dz(dz, group, PARTS: gl.constexpr):
-    tiles = ()
-    for part in gl.static_range(PARTS):
-        tiles = tiles + (dz.index(group * PARTS + part),)
-    return tiles
 
 
 @gluon.jit
@@ -242,8 +211,8 @@ def _compute(
         )  # fmt: skip
         gl.thread_barrier()
     elif len(staged_dz) == 0:
-        dz = _load_dz(dz_parts, first, T, P, PARTS, DZ_WIDTH, operand)
-        other_dz = _load_dz(dz_parts, first + GROUP, T, P, PARTS, DZ_WIDTH, operand)
+        dz = load_dz_of_group(dz_parts, first, T, P, PARTS, DZ_WIDTH, operand)
+        other_dz = load_dz_of_group(dz_parts, first + GROUP, T, P, PARTS, DZ_WIDTH, operand)
     nothing = fold(tile_of_zeros, tile_of_zeros, 8, True)
     totals = ()  # of the group whose turn it is, and of the other: they swap after every step
     other_totals = ()
@@ -268,7 +237,7 @@ def _compute(
             held = _coefficients(read_weights, norm_share, k_share, k_more, post, res, t, T, N)
             collapsed = held[4]
             if len(staged_dz) > 0:
-                left = _staged_dz(staged_dz[0], group, PARTS)
+                left = staged_dz_of_group(staged_dz[0], group, PARTS)
         mbarrier.wait(loaded.index(slot), step // SLOTS % 2)
         if C % 8 != 0:
             clear_ends((x_slots, g_slots), (f_slots, d_slots), step, begin, C, N, STEP, SLOTS)
@@ -434,7 +403,7 @@ def streams_bwd_hopper_kernel(
     if TILED and PARTS < 4:  # with four there is no room beside phi
         DZ_LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
         staged_dz = (gl.allocate_shared_memory(gl.bfloat16, [2 * PARTS, 2 * GROUP, PART_ROWS], DZ_LAYOUT),)
-        _stage_dz(dz_parts, staged_dz[0], first, T, P, PARTS, DZ_WIDTH)
+        stage_dz(dz_parts, staged_dz[0], first, T, P, PARTS, DZ_WIDTH)
     fence_async_shared()
     gl.thread_barrier()
     # Written out twice: a tuple with a name keeps no constants.
