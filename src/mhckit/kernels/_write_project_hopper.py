@@ -163,6 +163,7 @@ def _write(
             for i in gl.static_range(N):
                 tile, other = tiles.slice(i * GROUP, GROUP), others.slice(i * GROUP, GROUP)
                 streams = streams + (_load(tile, other, own, t, C, N, i, layout),)
+            # Behind the streams: before them it makes every panel spill a register, where rows begin anywhere.
             f = _load(f_slots.index(slot * PANELS + p), f_slots.index(slot * PANELS + 1 - p), own, t, C, 1, 0, layout)
             if f_bias is not None:
                 c, here = _channels_of(step // 2 * PANELS + p, p, begin, C, STEP, gl.SliceLayout(0, layout))
