@@ -69,13 +69,18 @@ def test_columns_of_a_program_of_p(streams: int, channels: int, sums_norm: bool,
     assert plain.num_warps == 4 and plain.block_c <= 64
 
 
+@pytest.mark.parametrize("channels", [64, 4096])
 @pytest.mark.parametrize("streams", range(1, 9))
-def test_programs_of_b_between_which_residual_maps_are(streams: int) -> None:
-    launch = read_bwd_launch(streams, 4096)
-    every = residual_programs_every(streams, launch)
-    assert every == (1 if streams <= 4 else residual_launch(streams).block_t // launch.block_t)
-    for tokens in (1, 7, 64, 4097):
-        residual = -(-tokens // residual_launch(streams).block_t)
-        programs = residual + -(-tokens // launch.block_t)
-        turns = [program for program in range(programs) if program % every == 0 and program // every < residual]
-        assert len(turns) == residual
+def test_programs_that_take_residual_maps_are_among_the_first_ones(streams: int, channels: int) -> None:
+    maps = residual_launch(streams).block_t
+    for launch in (read_launch(streams, channels), read_bwd_launch(streams, channels)):
+        every = residual_programs_every(streams, launch)
+        assert every == 3 * maps // (4 * launch.block_t)
+        for tokens in (1, 7, 64, 4097):
+            residual = -(-tokens // maps)
+            programs = residual + -(-tokens // launch.block_t)
+            turns = [program for program in range(programs) if program % every == 0 and program // every < residual]
+            assert len(turns) == residual
+            assert turns[-1] <= 0.8 * programs
+    words = read_bwd_launch(streams, channels, aligned=False, words=True)
+    assert residual_programs_every(streams, words) == 1

@@ -49,6 +49,16 @@ def residual_index(MATH: tl.constexpr):
 
 
 @triton.jit
+def residual_turn(program, residual_programs, EVERY: tl.constexpr):
+    """Whether this is one of the programs that take residual maps, every EVERY-th until there are so many, and which of
+    its kind it is.
+    """
+    turn = program // EVERY
+    takes_maps = (program % EVERY == 0) & (turn < residual_programs)
+    return takes_maps, tl.where(takes_maps, turn, program - tl.minimum(turn + 1, residual_programs))
+
+
+@triton.jit
 def matrix_index(MATH: tl.constexpr):
     """Where each entry of R, as stored, lies in H [out, in], and which exist."""
     row = tl.arange(0, MATH.padded_streams)[None, :, None]

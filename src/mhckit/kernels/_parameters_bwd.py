@@ -41,8 +41,8 @@ from ._launcher import run
 from ._math import Math
 from ._read_bwd import LogitSums
 
-# Programs that share the sums over logits: pre, post, the bias and the scale of the residual map.
-LOGIT_PARTS = 4
+# Programs that share the sums over logits: two for each of pre, post and the residual map.
+LOGIT_PARTS = 6
 # What one program of the last kernel adds up: columns of phi, or tokens whose sums over channels J left in slices.
 FINISH_COLUMNS, FINISH_TOKENS = 64, 32
 # Values that a program of the last kernel loads before it adds them.
@@ -293,26 +293,26 @@ def _finish_logits(part, pre_sums, more_sums, dscale, dbias, pre_count, more_cou
     """dbias and dscale from the sums of D and of D z r per program of `_read_bwd`; LOGIT_PARTS programs share them."""
     N: tl.constexpr = MATH.streams
     MORE: tl.constexpr = MATH.rows - N
-    n = tl.arange(0, MATH.padded_streams)
-    if part == 0:
-        store_as(dbias, n, _sum_rows(pre_sums, pre_count, n, 2 * N, n < N), n < N)
-        if MATH.dynamic:
-            store_as(dscale, 0, tl.sum(_sum_rows(pre_sums + N, pre_count, n, 2 * N, n < N), 0), True)
+    _finish_group(part, 0, pre_sums, pre_count, N, dscale, dbias, N, MATH.padded_streams, MATH)
     if MORE > 0:
-        if part == 1:
-            store_as(dbias, N + n, _sum_rows(more_sums, more_count, n, 2 * MORE, n < N), n < N)
-            if MATH.dynamic:
-                inner = _sum_rows(more_sums + MORE, more_count, n, 2 * MORE, n < N)
-                store_as(dscale, 1, tl.sum(inner, 0), True)
+        _finish_group(part, 1, more_sums, more_count, MORE, dscale, dbias, N, MATH.padded_streams, MATH)
     if MATH.logits > 0:
-        p = tl.arange(0, MATH.padded_logits)
-        if part == 2:
-            total = _sum_rows(more_sums + N, more_count, p, 2 * MORE, p < MATH.logits)
-            store_as(dbias, 2 * N + p, total, p < MATH.logits)
-        if MATH.dynamic:
-            if part == 3:
-                inner = _sum_rows(more_sums + MORE + N, more_count, p, 2 * MORE, p < MATH.logits)
-                store_as(dscale, 2, tl.sum(inner, 0), True)
+        _finish_group(part, 2, more_sums + N, more_count, MORE, dscale, dbias, MATH.logits, MATH.padded_logits, MATH)
+
+
+@triton.jit
+def _finish_group(
+    part, GROUP: tl.constexpr, sums, count, WIDTH: tl.constexpr, dscale, dbias, ROWS: tl.constexpr,
+    PADDED: tl.constexpr, MATH: tl.constexpr,
+):  # fmt: skip
+    """A group's rows of sums [count, 2, WIDTH]: one program adds up those of D, one those of D z r."""
+    row = tl.arange(0, PADDED)
+    here = row < ROWS
+    if part == 2 * GROUP:
+        store_as(dbias, GROUP * MATH.streams + row, _sum_rows(sums, count, row, 2 * WIDTH, here), here)
+    if MATH.dynamic:
+        if part == 2 * GROUP + 1:
+            store_as(dscale, GROUP, tl.sum(_sum_rows(sums + WIDTH, count, row, 2 * WIDTH, here), 0), True)
 
 
 @triton.jit

@@ -27,6 +27,7 @@ from ._coefficients import (
     pre_of,
     reciprocal_rms,
     residual_index,
+    residual_turn,
     stream_index,
 )
 from ._device import (
@@ -38,7 +39,15 @@ from ._device import (
     rounded_product,
     store_as,
 )
-from ._launch import cdiv, read_launch, residual_launch, rows_are_aligned, rows_are_loaded_in_words, starts_early
+from ._launch import (
+    cdiv,
+    read_launch,
+    residual_launch,
+    residual_programs_every,
+    rows_are_aligned,
+    rows_are_loaded_in_words,
+    starts_early,
+)
 from ._launcher import Form, other_forms, run
 from ._math import Math
 from ._partial_sums import CHAINS
@@ -78,6 +87,7 @@ def read_kernel(
     WEIGHTS: tl.constexpr,
     SEPARATE: tl.constexpr,
     RESIDUAL_T: tl.constexpr,
+    EVERY: tl.constexpr,
     MANY: tl.constexpr,
     EARLY: tl.constexpr,
     WORDS: tl.constexpr,
@@ -91,9 +101,8 @@ def read_kernel(
     # A program that loads CHAINS sums at a time for each token takes fewer tokens.
     TOKENS: tl.constexpr = (BLOCK_T + CHAINS - 1) // CHAINS if MANY and ALONE else BLOCK_T
     sums = (partials, squares, slots, together)
-    program = tl.program_id(0).to(tl.int64)
-    if program >= residual_programs:
-        program -= residual_programs
+    takes_maps, program = residual_turn(tl.program_id(0).to(tl.int64), residual_programs, 1 if MANY else EVERY)
+    if not takes_maps:
         t = program * TOKENS + tl.arange(0, TOKENS)
         live = t < T
         n, is_stream = stream_index(MATH)
@@ -327,8 +336,8 @@ def read(
         tokens, channels, slots, together, width or float(math.streams * channels), norm_eps, constant,
         residual_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
-        MANY=many, EARLY=early, WORDS=words, **_launched_early(many, early),
-        **launch.meta(),
+        EVERY=residual_programs_every(math.streams, launch), MANY=many, EARLY=early, WORDS=words,
+        **_launched_early(many, early), **launch.meta(),
     )  # fmt: skip
 
 

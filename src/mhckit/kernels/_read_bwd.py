@@ -34,6 +34,7 @@ from ._coefficients import (
     reciprocal_rms,
     reciprocal_rms_backward,
     residual_index,
+    residual_turn,
     stream_index,
 )
 from ._collapse_bwd import collapse_backward
@@ -109,7 +110,7 @@ def read_bwd_kernel(
     MORE: tl.constexpr = MATH.rows - N
     program = tl.program_id(0).to(tl.int64)
     packing = tl.num_programs(0) - pack_programs
-    turn = program // EVERY
+    takes_maps, number = residual_turn(program, residual_programs, EVERY)
     if program >= packing:
         if phi_parts is not None:
             block = program - packing
@@ -117,15 +118,14 @@ def read_bwd_kernel(
                 phi, phi_weight, phi_parts, block, C, MATH.rows, N, PACKED, DENSE, PADDED_ROWS, PACKED_CHANNELS,
                 PHI_BLOCK, PHI_STEP, PHI_TOGETHER,
             )  # fmt: skip
-    elif (program % EVERY == 0) & (turn < residual_programs):
+    elif takes_maps:
         if SEPARATE:
             _write_half_backward_alone(
-                dpost, dres, z, mean_square, scale, bias, dz, k_more, more_sums, turn, T, k_factor, MATH,
+                dpost, dres, z, mean_square, scale, bias, dz, k_more, more_sums, number, T, k_factor, MATH,
                 RESIDUAL_T,
             )  # fmt: skip
     else:
-        program -= tl.minimum(turn + 1, residual_programs)
-        t = program * BLOCK_T + tl.arange(0, BLOCK_T)
+        t = number * BLOCK_T + tl.arange(0, BLOCK_T)
         live = t < T
         n, is_stream = stream_index(MATH)
         at, here = t[:, None] * N + n, live[:, None] & is_stream
@@ -144,7 +144,7 @@ def read_bwd_kernel(
             dw = tl.zeros((BLOCK_T, PADDED), tl.float32)
             if dx_in is not None:
                 dw, share = collapse_backward(
-                    y, dx_in, norm_weight, u, w, program, t, live, C, MATH, WORDS, FOLD, BLOCK_T, BLOCK_C, STAGES
+                    y, dx_in, norm_weight, u, w, number, t, live, C, MATH, WORDS, FOLD, BLOCK_T, BLOCK_C, STAGES
                 )
                 if norm_share is not None:
                     store_as(norm_share, t, share, live)
@@ -162,12 +162,12 @@ def read_bwd_kernel(
                 given_pre += dw
             dlogits = pre_backward(given_pre, logits_pre, is_stream, MATH)
             dr = group_backward(
-                dlogits, z_pre, inner_pre, r[:, None], scale, dz, sums + program * (2 * N), 0, N, 0, n, is_stream,
+                dlogits, z_pre, inner_pre, r[:, None], scale, dz, sums + number * (2 * N), 0, N, 0, n, is_stream,
                 t, live, MATH,
             )  # fmt: skip
             if not SEPARATE and MORE > 0:
                 dr += _write_half_backward(
-                    dpost, dres, z, r, scale, bias, dz, more_sums + program * (2 * MORE), t, live, T, MATH
+                    dpost, dres, z, r, scale, bias, dz, more_sums + number * (2 * MORE), t, live, T, MATH
                 )
             if MATH.dynamic:
                 store_as(k_share, t, reciprocal_rms_backward(dr, ms, MATH) * k_factor, live)
