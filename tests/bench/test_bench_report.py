@@ -24,6 +24,7 @@ def test_it_says_what_was_measured_where() -> None:
         assert f"<dd>{FACTS[fact]}</dd>" in html
     assert "Percent of the ceiling, forward and backward" in html and "2 x 3: 50%" in html
     assert "F1, percent of the ceiling" in html and "2 x 3, norm: 20%" in html
+    assert "<td>25.0%</td><td>31.2%</td>" in html and "<td>20.0%</td><td></td>" in html, "where it was measured"
     assert "eager: 3x" in html and "<td>3.00x</td>" in html
     assert "liger was not measured: No module named &#x27;liger_kernel&#x27;" in html
 

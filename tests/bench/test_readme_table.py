@@ -92,7 +92,7 @@ def test_results_of_the_newest_commit(tmp_path: Path) -> None:
     assert "in one run (commit new):\n\n| tokens x C | mhckit | eager |" in written
     assert "| 2 x 3 | 300 | 900 (3.0x) |" in written and "norm | 400" not in written
     assert "| kernel, 2 x 3, commit new |" in written
-    assert "| F1 | 40 (25%) | 10 |" in written and "| F1 | 50" not in written
+    assert "| F1 | 40 (25%) | 32 (31%) | 10 |" in written and "| F1 | 50" not in written
     assert "(commit new): forward 33 us, backward 44 us, without gradients 22 us" in written
     assert "From an empty cache (commit new), the first junction of a size takes 7 s to compile" in written
     warmup = "`mhckit.warmup` compiles all of them, and C++ for the host, in 4 s."

@@ -69,18 +69,22 @@ def test_columns_of_a_program_of_p(streams: int, channels: int, sums_norm: bool,
     assert plain.num_warps == 4 and plain.block_c <= 64
 
 
-@pytest.mark.parametrize("channels", [64, 4096])
+@pytest.mark.parametrize("channels", [64, 2560])
 @pytest.mark.parametrize("streams", range(1, 9))
 def test_programs_that_take_residual_maps_are_among_the_first_ones(streams: int, channels: int) -> None:
     maps = residual_launch(streams).block_t
     for launch in (read_launch(streams, channels), read_bwd_launch(streams, channels)):
-        every = residual_programs_every(streams, launch)
-        assert every == 3 * maps // (4 * launch.block_t)
+        every = residual_programs_every(streams, channels, launch)
+        assert every == max(1, 3 * maps // (4 * launch.block_t))
         for tokens in (1, 7, 64, 4097):
             residual = -(-tokens // maps)
             programs = residual + -(-tokens // launch.block_t)
             turns = [program for program in range(programs) if program % every == 0 and program // every < residual]
             assert len(turns) == residual
             assert turns[-1] <= 0.8 * programs
-    words = read_bwd_launch(streams, channels, aligned=False, words=True)
-    assert residual_programs_every(streams, words) == 1
+
+
+def test_residual_maps_come_first_where_they_are_few() -> None:
+    launch = read_bwd_launch(4, 4096)
+    assert residual_programs_every(4, 4096, launch) == residual_programs_every(4, 2561, launch, words=True) == 1
+    assert residual_programs_every(8, 4096, read_bwd_launch(8, 4096)) > 1

@@ -178,9 +178,18 @@ def _kernels(lines: list[Line]) -> str:
         return ""
     case = case_of(measured[0])
     of_case = [line for line in measured if case_of(line) == case]
-    rows = [[line["kernel"], _time_and_part(line), f"{line['floor_microseconds']:.0f}"] for line in of_case]
+    rows = [
+        [line["kernel"], _time_and_part(line), _on_clean_cache(line), f"{line['floor_microseconds']:.0f}"]
+        for line in of_case
+    ]
     heading = f"kernel, {case_label(case)}, commit {measured[0]['commit']}"
-    return _markdown([heading, "us", "its bytes at the ceiling, us"], rows)
+    return _markdown([heading, "us", "on a clean L2 cache", "its bytes at the ceiling, us"], rows)
+
+
+def _on_clean_cache(line: Line) -> str:
+    if "clean_cache_microseconds" not in line:
+        return ""
+    return f"{line['clean_cache_microseconds']:.0f} ({line['clean_cache_of_ceiling']:.0%})"
 
 
 def _recipes(lines: list[Line]) -> str:

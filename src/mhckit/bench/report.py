@@ -107,10 +107,17 @@ def _kernels(lines: list[Line]) -> Section | None:
         of_role = by_case(line for line in measured if line["kernel"] == role and line["operator"] == "junction")
         bars = [(case_label(case), 100 * line["of_ceiling"]) for case, line in of_role.items()]
         figures.append(_bars(bars, f"{role}, percent of the ceiling", "%", 100.0, index))
-    rows = [[case_label(case_of(line)), line["operator"], line["kernel"], *_times(line)] for line in measured]
-    table = Table(["tokens x C", "operator", "kernel", "us", "MB", "floor, us", "of the ceiling"], rows)
+    rows = [
+        [case_label(case_of(line)), line["operator"], line["kernel"], *_times(line), _clean(line)] for line in measured
+    ]
+    columns = ["tokens x C", "operator", "kernel", "us", "MB", "floor, us", "of the ceiling", "on a clean L2 cache"]
+    table = Table(columns, rows)
     lead = "F1 writes and projects, F2 reads; backward B, J and P. Each beside the time that its own bytes take."
     return Section("Kernels", [Columns(figures), Details("All numbers", table)], lead)
+
+
+def _clean(line: Line) -> str:
+    return f"{line['clean_cache_of_ceiling']:.1%}" if "clean_cache_of_ceiling" in line else ""
 
 
 def _times(line: Line) -> list[str]:

@@ -26,10 +26,17 @@ def _floor(line: Line) -> tuple[str, ...]:
 
 
 def _kernels(lines: list[Line]) -> Table:
-    table = _table("Kernels", "tokens x C", "operator", "kernel", "us", "MB", "floor us", "of ceiling")
+    columns = ("tokens x C", "operator", "kernel", "us", "MB", "floor us", "of ceiling", "clean cache us", "of ceiling")
+    table = _table("Kernels", *columns)
     for line in of_kind(lines, "kernel"):
-        table.add_row(case_label(case_of(line)), line["operator"], line["kernel"], *_floor(line))
+        table.add_row(case_label(case_of(line)), line["operator"], line["kernel"], *_floor(line), *_clean(line))
     return table
+
+
+def _clean(line: Line) -> tuple[str, ...]:
+    if "clean_cache_microseconds" not in line:
+        return "", ""
+    return f"{line['clean_cache_microseconds']:.1f}", f"{line['clean_cache_of_ceiling']:.1%}"
 
 
 def _junction(lines: list[Line]) -> Table:

@@ -18,6 +18,7 @@ CALLS_IN_FLIGHT = 8
 CALLS_IN_GRAPH = 4
 WARM_UP = 3
 ROUNDS = 3
+CALLS_ON_CLEAN_CACHE = 50
 
 
 def copy_ceiling() -> float:
@@ -34,6 +35,25 @@ def median_microseconds(run: Callable[[], object], rep: int = 50) -> float:
     """
     milliseconds: Any = do_bench(run, rep=rep, return_mode="median")
     return 1e3 * milliseconds
+
+
+def clean_cache_microseconds(run: Callable[[], object]) -> float:
+    """As `median_microseconds`, with nothing in the cold L2 cache that has to be written back.
+
+    There, zeros have been written to flush the cache, and go to memory while a call is timed. One that writes leaves as
+    much behind for the next; one that only reads pays for bytes that are not its own: up to the size of the cache.
+    """
+    cache = triton.runtime.driver.active.get_empty_cache_for_benchmark().zero_()
+    for _ in range(WARM_UP):
+        run()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(CALLS_ON_CLEAN_CACHE)]
+    for start, end in pairs:
+        cache.amax()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
 def captured(prepare: Callable[[], Callable[[], object]], calls: int = 1) -> Callable[[], None]:

@@ -282,16 +282,17 @@ def read_launch(streams: int, channels: int, *, wide: bool = True) -> Launch:
 def read_bwd_launch(
     streams: int, channels: int, *, aligned: bool = True, words: bool = False, element_size: int = 2
 ) -> Launch:
-    """B: sums over channels stay in a thread until the end; few tokens, so that many programs share the memory. Long
-    rows one by one, whose steps follow each other in memory: at 8192 x 4096 82 us instead of 85, at 2048 x 12288 64
-    instead of 66, but at 32768 x 2048 189 instead of 164 (benchmarks/results/attempts.jsonl).
+    """B: sums over channels stay in a thread until the end; few tokens, so that many programs share the memory. Very
+    long rows one by one, whose steps follow each other in memory: 71 us instead of 72 at 2048 x 12288. At 8192 x 4096
+    that would be 89 instead of 91, but the last small kernel would have 3 us more to add up, and at 32768 x 2048 194
+    instead of 170 (benchmarks/results/attempts.jsonl).
 
     Loads of rows that are not aligned go to registers, element by element or in words, and want to be many at a time.
     """
     if not aligned:
         return Launch(block_t=1, block_c=_channel_step(channels, 1024), num_warps=2 if words else 4)
-    if channels >= 4096 and streams <= 4 and element_size == 2:
-        return Launch(block_t=1, block_c=1024 if 0 < channels % 2048 < 1024 else 2048, num_warps=4, num_stages=3)
+    if channels >= 8192 and streams <= 4 and element_size == 2:
+        return Launch(block_t=1, block_c=2048, num_warps=4, num_stages=3)
     stages = 3 if streams * element_size <= 16 else 2
     return Launch(block_t=4, block_c=_channel_step(channels, 256), num_warps=4, num_stages=stages)
 
@@ -390,15 +391,15 @@ def residual_launch(streams: int) -> Launch:
     return Launch(block_t=max(1, 128 // power_of_2(streams)), block_c=16, num_warps=4)
 
 
-def residual_programs_every(streams: int, launch: Launch) -> int:
+def residual_programs_every(streams: int, channels: int, launch: Launch, *, words: bool = False) -> int:
     """Every how many programs of F2 and B one takes a residual map, until all are taken: in the first three quarters of
-    the programs, so that most of those that run beside each other load, and none is left to the end.
+    the programs, so that most of those that run beside each other load, and none is left to the end. Where maps are
+    few for the bytes there are, they had better begin; and where rows are loaded in words.
 
-    With all of them first, B takes 186 us instead of 170 at 32768 x 2048 and 115 instead of 111 at 16384 x 2560, of
-    eight streams at 8192 x 4096 182 instead of 164 (benchmarks/results/attempts.jsonl). Programs of fewer warps, as B
-    has where rows begin anywhere, take so long for a map that they had better begin.
+    With all of them first, B takes 186 us instead of 170 at 32768 x 2048 and 115 instead of 111 at 16384 x 2560, F2 168
+    instead of 164; but 72 instead of 73 at 2048 x 12288, and at 4097 x 5129 F2 62 instead of 68. B of eight streams at
+    8192 x 4096 takes 164 instead of 182 (benchmarks/results/attempts.jsonl).
     """
-    residual = residual_launch(streams)
-    if launch.num_warps < residual.num_warps:
+    if words or (streams <= 4 and channels >= 4096):
         return 1
-    return max(1, 3 * residual.block_t // (4 * launch.block_t))
+    return max(1, 3 * residual_launch(streams).block_t // (4 * launch.block_t))

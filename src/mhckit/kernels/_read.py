@@ -336,7 +336,7 @@ def read(
         tokens, channels, slots, together, width or float(math.streams * channels), norm_eps, constant,
         residual_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
-        EVERY=residual_programs_every(math.streams, launch), MANY=many, EARLY=early, WORDS=words,
+        EVERY=residual_programs_every(math.streams, channels, launch, words=words), MANY=many, EARLY=early, WORDS=words,
         **_launched_early(many, early), **launch.meta(),
     )  # fmt: skip
 

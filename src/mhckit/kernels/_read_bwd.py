@@ -333,7 +333,7 @@ def read_bwd(
         dz, k, k_more, read_weights, norm_share, dweights, *(sums or (None, None)), phi, phi_weight, phi_parts,
         tokens, channels, k_factor, residual_programs, pack_programs,
         MATH=math, WEIGHTS="given" if given else weights, SEPARATE=separate, RESIDUAL_T=residual.block_t,
-        EVERY=residual_programs_every(math.streams, launch),
+        EVERY=residual_programs_every(math.streams, channels, launch, words=words),
         PACKED=layout.rows, DENSE=layout.dense, PADDED_ROWS=layout.padded(math.rows),
         PACKED_CHANNELS=layout.channels_per_thread, PHI_BLOCK=layout.block, PHI_STEP=layout.step,
         PHI_TOGETHER=layout.together, WORDS=words,
