@@ -43,7 +43,8 @@ def clean_cache_microseconds(run: Callable[[], object]) -> float:
     There, zeros have been written to flush the cache, and go to memory while a call is timed. One that writes leaves as
     much behind for the next; one that only reads pays for bytes that are not its own: up to the size of the cache.
     """
-    cache = triton.runtime.driver.active.get_empty_cache_for_benchmark().zero_()
+    driver: Any = triton.runtime.driver.active
+    cache = driver.get_empty_cache_for_benchmark().zero_()
     for _ in range(WARM_UP):
         run()
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(CALLS_ON_CLEAN_CACHE)]
