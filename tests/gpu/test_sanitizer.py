@@ -29,8 +29,8 @@ def _hand_over(lines: list[str], number: int, _file: str) -> bool:
 
 
 # What a group of warps reads that another has stored, or stores where another has read: those of a group meet, and one
-# of them arrives at a barrier for all. racecheck does not pass on that it has heard of the others; the emulated GPU
-# (tests/kernels/emulator), on which these accesses are checked too, does.
+# of them arrives at a barrier for all. racecheck does not pass on that it has heard of the others. The emulated GPU
+# (tests/kernels/emulator) does, and names the same lines where the warps of a group do not meet (test_emulated.py).
 HANDED_ON = {
     "_hopper_rows.py": ("async_copy.async_copy_global_to_shared(tile", "tile.load(STORED)"),
     "_hopper_late.py": ("here.load(layout), following.load(layout)",),

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +18,9 @@ import torch
 import triton
 import typer
 from accuracy import PARAMETERS, assert_accurate, assert_nan_stays_in_its_token, cotangents_of, poisoned_memory, run
+from emulator import gpu as emulator_gpu
 from emulator.gpu import emulated
+from emulator.ptx import parse
 from recipes import every_recipe
 from torch import Tensor
 
@@ -40,6 +44,22 @@ def unfenced(function: Any) -> Any:
     """The same but for its fences."""
     function._unsafe_update_src(function.src.replace("fence_async_shared()", "pass"))
     return function
+
+
+def unmet(kernel: str) -> Callable[[str], Any]:
+    """PTX to instructions, but for a kernel's barriers at which the warps of a group meet before one of them arrives
+    elsewhere for all.
+    """
+    between = r"(?:(?!.*(?:shared|bar\.)).*\n)*?"
+    meeting = rf"\tbar\.sync .*\n({between}\t@%p\d+ mbarrier\.arrive\.shared::cta)"
+
+    def parse_without(text: str) -> Any:
+        if f".entry {kernel}" in text:
+            text, count = re.subn(meeting, r"\1", text)
+            assert count > 0
+        return parse(text)
+
+    return parse_without
 
 
 @triton.jit
@@ -80,6 +100,9 @@ BREAKS: dict[str, tuple[Any, str, Any, str, int]] = {
     "fence of J": (_hopper_bwd, "_compute", unfenced, "junction", 256),
     "fence of F1 for eight streams": (_eight_fwd, "_write", unfenced, "junction", 128),
     "fence of J for eight streams": (_eight_bwd, "_compute", unfenced, "junction", 128),
+    "meetings of groups in F1": (emulator_gpu, "parse", unmet(F1), "junction", 257),
+    "meetings of groups in J": (emulator_gpu, "parse", unmet(J), "junction", 257),
+    "meetings of groups in J for eight streams": (emulator_gpu, "parse", unmet(EIGHT_J), "junction", 128),
     "matrices of J for eight streams": (_eight_bwd, "transposed", as_it_was, "junction", 128),
     "rows of dz in J": (_hopper_dz, "token_of_row", rows_in_order, "junction", 256),
     "rows of staged dz in J": (_hopper_staged, "token_of_dz_row", rows_in_order, "junction", 257),
@@ -194,7 +217,7 @@ def broken(what: Annotated[str, typer.Argument(help=", ".join(BREAKS))]) -> None
     """A kernel that is broken on purpose; fails as it should."""
     module, name, change, operator, channels = BREAKS[what]
     setattr(module, name, change(getattr(module, name)) if change is unfenced else change)
-    streams = 8 if module in (_eight_fwd, _eight_bwd) else 4
+    streams = 8 if "eight streams" in what else 4
     accuracy(operator, "deepseek_v4", 70, channels, "f_bias", streams=streams)
 
 

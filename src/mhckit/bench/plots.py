@@ -56,7 +56,7 @@ def _percent_per_case(lines: list[Line]) -> dict[str, float]:
 def _ceiling_bars(lines: list[Line], bars: dict[str, dict[str, float]]) -> Figure:
     figure, axes = _figure(lines, "percent of the copy ceiling")
     axes.axhline(100, color="black", linewidth=0.8)
-    _grouped_bars(axes, bars)
+    _grouped_bars(axes, bars, "%.0f")
     return figure
 
 
@@ -107,13 +107,13 @@ def _figure(lines: list[Line], quantity: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _grouped_bars(axes: Axes, bars: dict[str, dict[str, float]]) -> None:
+def _grouped_bars(axes: Axes, bars: dict[str, dict[str, float]], label: str = "%.3g") -> None:
     """One group per case, one color per series; a series need not have every case."""
     cases = list(dict.fromkeys(case for values in bars.values() for case in values))
     width = _GROUP_WIDTH / max(len(bars), 1)
     for index, (name, values) in enumerate(bars.items()):
         left = [cases.index(case) - _GROUP_WIDTH / 2 + (index + 0.5) * width for case in values]
-        axes.bar_label(axes.bar(left, list(values.values()), width, label=name), fmt="%.3g", fontsize=7)
+        axes.bar_label(axes.bar(left, list(values.values()), width, label=name), fmt=label, fontsize=7)
     axes.set_xticks(range(len(cases)), cases, rotation=20, ha="right")
     if bars:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
