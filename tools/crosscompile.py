@@ -373,6 +373,7 @@ def configurations(everything: bool) -> list[Configuration]:
     if not everything:
         for n, channels in ((2, 2048), (3, 520), (5, 2048)):
             listed.append(Configuration(_JUNCTION, deepseek.replace(streams=n), channels=channels))
+        listed.append(Configuration(_JUNCTION, deepseek, channels=12288))
         listed.append(Configuration(("junction", "post"), deepseek, channels=32, optional=False))
         return [*listed, Configuration(_JUNCTION, deepseek, targets=_OTHER_TARGETS)]
     for recipe, dtypes in itertools.product(every, ("bf16", "fp16", "fp32", "fp32/bf16")):

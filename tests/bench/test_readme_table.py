@@ -91,7 +91,7 @@ def test_results_of_the_newest_commit(tmp_path: Path) -> None:
     assert "| 2 x 3, norm | 110 (50%) | 290 (50%) | 400 (50%) | 5 |  | new |" in written
     assert "in one run (commit new):\n\n| tokens x C | mhckit | eager |" in written
     assert "| 2 x 3 | 300 | 900 (3.0x) |" in written and "norm | 400" not in written
-    assert "| kernel, 2 x 3, commit new |" in written
+    assert "| kernel, 2 x 3, commit new, beside a copy at 4.0 TB/s |" in written
     assert "| F1 | 40 (25%) | 32 (31%) | 10 |" in written and "| F1 | 50" not in written
     assert "(commit new): forward 33 us, backward 44 us, without gradients 22 us" in written
     assert "From an empty cache (commit new), the first junction of a size takes 7 s to compile" in written

@@ -84,6 +84,20 @@ def test_programs_that_take_residual_maps_are_among_the_first_ones(streams: int,
             assert turns[-1] <= 0.8 * programs
 
 
+@pytest.mark.parametrize(("streams", "channels", "element_size", "tile"), [
+    (4, 7168, 2, (4, 256)),
+    (4, 8192, 2, (1, 2048)),
+    (2, 12288, 2, (1, 2048)),
+    (4, 12288, 4, (4, 256)),
+    (8, 12288, 2, (4, 256)),
+])  # fmt: skip
+def test_b_takes_very_long_rows_one_by_one(
+    streams: int, channels: int, element_size: int, tile: tuple[int, int]
+) -> None:
+    launch = read_bwd_launch(streams, channels, element_size=element_size)
+    assert (launch.block_t, launch.block_c) == tile
+
+
 def test_residual_maps_come_first_where_they_are_few() -> None:
     launch = read_bwd_launch(4, 4096)
     assert residual_programs_every(4, 4096, launch) == residual_programs_every(4, 2561, launch, words=True) == 1

@@ -182,7 +182,8 @@ def _kernels(lines: list[Line]) -> str:
         [line["kernel"], _time_and_part(line), _on_clean_cache(line), f"{line['floor_microseconds']:.0f}"]
         for line in of_case
     ]
-    heading = f"kernel, {case_label(case)}, commit {measured[0]['commit']}"
+    ceiling = measured[0]["copy_terabytes_per_second"]
+    heading = f"kernel, {case_label(case)}, commit {measured[0]['commit']}, beside a copy at {ceiling} TB/s"
     return _markdown([heading, "us", "on a clean L2 cache", "its bytes at the ceiling, us"], rows)
 
 

@@ -397,8 +397,8 @@ def residual_programs_every(streams: int, channels: int, launch: Launch, *, word
     few for the bytes there are, they had better begin; and where rows are loaded in words.
 
     With all of them first, B takes 186 us instead of 170 at 32768 x 2048 and 115 instead of 111 at 16384 x 2560, F2 168
-    instead of 164; but 72 instead of 73 at 2048 x 12288, and at 4097 x 5129 F2 62 instead of 68. B of eight streams at
-    8192 x 4096 takes 164 instead of 182 (benchmarks/results/attempts.jsonl).
+    instead of 164; but 72 instead of 73 at 2048 x 12288, and at 4097 x 5129 F2 63 instead of 68: of rows in words no
+    other shape was measured, nor shorter rows of more streams (benchmarks/results/attempts.jsonl).
     """
     if words or (streams <= 4 and channels >= 4096):
         return 1
