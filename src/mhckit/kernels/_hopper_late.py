@@ -68,12 +68,6 @@ def _reading_stream(channels, streams, stream, from_next):
 
 
 @gluon.jit
-def panel_of(slots, slot, panel, ROWS: gl.constexpr):
-    """Of a slot's ROWS, in vectors."""
-    return rows_from(slots, slot, 0, panel * (PANEL // VECTOR), ROWS, ROWS).slice(0, PANEL, 1)
-
-
-@gluon.jit
 def own_channels(panel, STEP: gl.constexpr, layout: gl.constexpr):
     """What is needed to read 0 where channels belong to the next step."""
     own = panel * PANEL + gl.arange(0, PANEL, gl.SliceLayout(0, layout)) // VECTOR * VECTOR < STEP

@@ -53,7 +53,7 @@ from ._gradients import CollapseGradient, ProjectionGradient, Write, WriteGradie
 from ._hopper_columns import load_columns
 from ._hopper_copies import COPY_REGISTERS, GROUP, PANEL, PANELS, SHARED, STREAM_TILE, load_tiles, steps_of, store_tiles
 from ._hopper_dz import PART_ROWS, load_dz_of_group, stage_dz, staged_dz_of_group
-from ._hopper_late import clear_ends, load_late, own_channels, panel_of
+from ._hopper_late import clear_ends, own_channels
 from ._hopper_launch import (
     HOPPER_TOKENS,
     chunk_width,
@@ -62,9 +62,9 @@ from ._hopper_launch import (
     hopper_step,
 )
 from ._hopper_rows import COPY_WARPS, allocate_carried, begin_step, store_step
+from ._hopper_slots import allocate_slots, halves_of, load_stream, panel_of
 from ._hopper_staged import BLOCK, load_collapsed, load_dz_operands, load_of_stream, stage_tokens
 from ._hopper_totals import add_products, store_totals
-from ._hopper_vectors import VECTOR, allocate_vectors, half_from
 from ._launch import (
     FLOAT,
     SUM_WIDTH,
@@ -247,9 +247,9 @@ def _compute(
             z = _multiply(left, pieces, zero, panel, 0, N, PARTS)
             streams = ()
             for i in gl.static_range(N):
-                streams = streams + (_load(x_slots, slot, panel, own, t, C, N, i, layout),)
-            f = _load(f_slots, slot, panel, own, t, C, 1, 0, layout)
-            d = _load(d_slots, slot, panel, own, t, C, 1, 0, layout)
+                streams = streams + (load_stream(x_slots, slot, panel, own, t, C, N, i, layout),)
+            f = load_stream(f_slots, slot, panel, own, t, C, 1, 0, layout)
+            d = load_stream(d_slots, slot, panel, own, t, C, 1, 0, layout)
             if norm_weight is not None:
                 d = d * n - (collapse(collapsed[:N], streams, N) + collapsed[N] * f)
                 following = begin + (step + panel) // 2 * STEP + (1 - panel) * PANEL + c
@@ -266,7 +266,7 @@ def _compute(
                 w, k, post_o, mixes = _of_stream(held, staged, group, o, N, layout)
                 y = write_row(o, streams, f, post_o, mixes, N)
                 G += k * y
-                G += _load(g_slots, slot, panel, own, t, C, N, o, layout)
+                G += load_stream(g_slots, slot, panel, own, t, C, N, o, layout)
                 G += w * d
                 df += post_o * G
                 new_totals = add_products(new_totals, totals, G, f, () if res is None else streams)
@@ -277,8 +277,8 @@ def _compute(
             narrow = one_below_the_other(_narrow_pair(dx[0], dx[1]), _narrow_pair(dx[2], dx[3]))
             if C % 8 != 0:
                 narrow = gl.convert_layout(narrow, STACKED, assert_trivial=True)
-            _panel(x_slots, slot, panel, N * GROUP).store(narrow)
-            _panel(f_slots, slot, panel, GROUP).store(rounded(df, gl.bfloat16, True))
+            panel_of(x_slots, slot, panel, N * GROUP).store(narrow)
+            panel_of(f_slots, slot, panel, GROUP).store(rounded(df, gl.bfloat16, True))
             if group == 1:
                 gl.thread_barrier()
                 mbarrier.arrive(phi_barriers.index(PANELS + panel), count=1)
@@ -287,7 +287,7 @@ def _compute(
             store_totals(
                 sums,
                 totals,
-                _panel_pair(d_slots, slot),
+                halves_of(d_slots, slot),
                 (after - 1) // CHUNK,
                 first + group * GROUP,
                 T,
@@ -306,46 +306,8 @@ def _compute(
 
 
 @gluon.jit
-def _panel(slots, slot, panel, ROWS: gl.constexpr):
-    """Of a slot's ROWS."""
-    if slots.shape[2] == VECTOR:
-        return panel_of(slots, slot, panel, ROWS)
-    else:
-        return slots.index(slot * PANELS + panel)
-
-
-@gluon.jit
-def _load(
-    slots, slot, panel, own, t, C: gl.constexpr, N: gl.constexpr, STREAM: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    """A stream's channels as float32."""
-    if slots.shape[2] == VECTOR:
-        return load_late(slots, slot, panel, own, t, C, N, STREAM, layout)
-    else:
-        return slots.index(slot * PANELS + panel).slice(STREAM * GROUP, GROUP).load(layout).to(gl.float32)
-
-
-@gluon.jit
-def _panel_pair(slots, slot):
-    """Both halves of a slot's memory."""
-    if slots.shape[2] == VECTOR:
-        return half_from(slots, slot, 0, GROUP), half_from(slots, slot, 1, GROUP)
-    else:
-        return slots.index(slot * PANELS), slots.index(slot * PANELS + 1)
-
-
-@gluon.jit
 def _narrow_pair(top, bottom):
     return one_below_the_other(rounded(top, gl.bfloat16, True), rounded(bottom, gl.bfloat16, True))
-
-
-@gluon.jit
-def _allocate_slots(ROWS: gl.constexpr, TILED: gl.constexpr):
-    """Tiles for the copy engine, or vectors."""
-    if TILED:
-        return gl.allocate_shared_memory(gl.bfloat16, [SLOTS * PANELS, ROWS, PANEL], SHARED)
-    else:
-        return allocate_vectors(SLOTS, ROWS)
 
 
 @gluon.jit(do_not_specialize=["T", "span"])
@@ -381,10 +343,10 @@ def streams_bwd_hopper_kernel(
     first = gl.program_id(0) * (2 * GROUP)
     begin = gl.program_id(1) * (span // CHUNK) * CHUNK  # = program * span, and the compiler sees that it is aligned
     end = gl.minimum(begin + span, C)
-    x_slots = _allocate_slots(N * GROUP, TILED)
-    g_slots = _allocate_slots(N * GROUP, TILED)
-    f_slots = _allocate_slots(GROUP, TILED)
-    d_slots = _allocate_slots(GROUP, TILED)
+    x_slots = allocate_slots(SLOTS, N * GROUP, TILED)
+    g_slots = allocate_slots(SLOTS, N * GROUP, TILED)
+    f_slots = allocate_slots(SLOTS, GROUP, TILED)
+    d_slots = allocate_slots(SLOTS, GROUP, TILED)
     pieces = gl.allocate_shared_memory(gl.bfloat16, [PANELS * N * PARTS, PART_ROWS, PANEL], SHARED)
     loaded = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     computed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
