@@ -46,6 +46,7 @@ def test_what_warps_are_told_is_known() -> None:
     _race(PLACES[3][0], PLACES[3][1], "_streams_bwd_eight.py:1"),
     _race(*PLACES[3]).replace(" in _streams_bwd_eight.py", " somewhere", 1),
     _race(PLACES[3][0]),
+    _race(KERNEL),  # with what, it does not say
     "========= Error: Race reported somewhere\n========= \n",
 ])  # fmt: skip
 def test_others_are_not(race: str) -> None:
