@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from accuracy import assert_accurate, poisoned_memory, run
+from accuracy import FLOAT32_RELATIVE, assert_accurate, poisoned_memory, run
 from recipes import every_recipe
 
 import mhckit
 from mhckit import Recipe
-from mhckit.testing import Call, make_call
+from mhckit.kernels import _parameters_bwd
+from mhckit.testing import Call, make_call, relative_error
 
 RECIPES = every_recipe()
 DEEPSEEK = RECIPES["deepseek_v4"]
@@ -66,6 +67,22 @@ def test_numbers_of_streams_at_size(streams: int, dtype: torch.dtype) -> None:
 def test_many_tokens() -> None:
     """Several chunks in the sums over tokens."""
     assert_accurate(_call("junction", lead=(9001,), channels=2120, dtype=torch.bfloat16))
+
+
+def test_long_sums_of_one_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensor cores cut off what they add to a long sum: nothing else hides that here, and one chunk has all tokens."""
+    monkeypatch.setattr(_parameters_bwd, "token_chunks", lambda *args, **options: 1)
+    tokens, rows, streams, channels = 65536, 24, 4, 64
+    generator = torch.Generator("cuda").manual_seed(0)
+    y = torch.rand(tokens, streams, channels, generator=generator, device="cuda").bfloat16()
+    high = torch.rand(tokens, rows, generator=generator, device="cuda").bfloat16()
+    parts = torch.zeros(tokens, 64, dtype=torch.bfloat16, device="cuda")
+    row = torch.arange(rows, device="cuda")
+    parts[:, row // 8 * 16 + row % 8] = high
+    phi = torch.empty(rows, streams * channels, device="cuda")
+    dphi = _parameters_bwd.chunk_sums(y, dz_parts=parts, phi=phi).dphi
+    exact = high.double().T @ y.double().flatten(1)
+    assert dphi is not None and relative_error(dphi, exact) < FLOAT32_RELATIVE
 
 
 def test_more_elements_than_32_bits_count() -> None:

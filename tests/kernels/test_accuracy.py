@@ -125,6 +125,26 @@ def test_several_slices_of_channels_and_programs(operator: str, monkeypatch: pyt
     assert_accurate(_call(operator, RECIPES["deepseek_v4"], lead=(tokens,), channels=channels, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize(("channels", "chunk", "short", "norm"), [
+    (40, 16, 32, False),
+    (40, 1000, 64, False),
+    (33, 16, 32, False),  # every second token
+    (33, 1000, 64, False),
+    (40, 16, 32, True),
+])  # fmt: skip
+def test_chunks_of_tokens_and_short_sums(
+    channels: int, chunk: int, short: int, norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interpreted, P has five tiles of tokens here: in more chunks than that, or in one, with a short sum for each tile
+    or for two, and one that is left.
+    """
+    monkeypatch.setattr(_launch, "TOKEN_CHUNK", chunk)
+    monkeypatch.setattr(_launch, "SHORT_SUM", short)
+    call = _call("junction", RECIPES["deepseek_v4"], lead=(140,), channels=channels, dtype=torch.bfloat16)
+    left_out = () if norm else ("norm_weight", "out_norm_weight")
+    assert_accurate(dataclasses.replace(call, tensors={n: t for n, t in call.tensors.items() if n not in left_out}))
+
+
 @pytest.mark.parametrize("rows", [1, 24, 300])
 def test_project_any_number_of_rows(rows: int) -> None:
     call = _call("project", RECIPES["paper"], lead=(5,), channels=37, dtype=torch.bfloat16)

@@ -35,10 +35,9 @@ SUM_WIDTH = 128
 # Least channels per partial sum of F1 and plain J, which fixes the order of their sums. Models with more channels train
 # with fewer tokens at a time: slices keep about as many programs of 32 tokens as a large device runs at once.
 SLICE_WIDTH = 2560
-# Tokens per partial sum of a parameter's gradient, about, for each block of rows of phi.
-TOKEN_CHUNK = 2048
-# Columns, of blocks of rows of phi, that programs of P on a multiprocessor have accumulators for.
-COLUMNS_AT_ONCE = 512
+# Tokens per partial sum of a parameter's gradient, at least, about, for each block of rows of phi; and tokens that
+# tensor cores add up one after the other.
+TOKEN_CHUNK, SHORT_SUM = 2048, 512
 
 # Bytes of shared memory that a program may have on Hopper.
 LARGE_SHARED_MEMORY = 227 << 10
@@ -353,29 +352,44 @@ def parameters_bwd_launch(
     """P: accumulators of 64 rows by BLOCK_C columns for each stream of a program and each block of rows: the more, the
     fewer columns. One of them has 128, not 256: a percent faster, and twice the programs where tokens are few.
 
-    asynchronous: dots of bfloat16 on tensor cores that work by themselves, as Hopper's. There three blocks of one
-    stream have eight warps and more columns, or dz would be loaded more often than the streams: for eight of them at
-    8192 x 4096 152 us instead of 219 to 238 (benchmarks/results/attempts.jsonl). With a norm's sums it would spill.
+    asynchronous: dots of bfloat16 on tensor cores that work by themselves, as Hopper's. There one block has steps of 64
+    tokens, so that two programs have enough loads in flight; and three blocks of one stream have eight warps and more
+    columns, or dz would be loaded more often than the streams: for eight of them at 8192 x 4096 152 us instead of 219
+    to 238 (benchmarks/results/attempts.jsonl). With a norm's sums it would spill.
     """
     blocks = streams * max(row_blocks(rows), 1)
     if asynchronous and wide and blocks == 3 and not sums_norm:
         return Launch(block_t=32, block_c=256 if channels > 2048 else 128, num_warps=8, num_stages=4)
+    if asynchronous and wide and blocks == 1 and not sums_norm:
+        return Launch(block_t=64, block_c=128, num_warps=4, num_stages=3)
     columns = (256 if wide else 128) // power_of_2(blocks)
     return Launch(block_t=32, block_c=max(32, min(128, columns)), num_warps=4, num_stages=3)
 
 
-def token_chunks(tokens: int, rows: int, columns: int, device: torch.device) -> int:
-    """Partial sums of a parameter's gradient over the tokens, with so many columns of streams. Each takes memory, the
-    more the more rows phi has; up to a quarter fewer of them where the programs then fill their last wave.
+def steps_added_together(rows: int, launch: Launch) -> int:
+    """After how many steps of P tensor cores begin a new sum; 0 where registers have no room for a total beside it."""
+    return SHORT_SUM // launch.block_t if row_blocks(rows) == 1 else 0
 
-    16384 x 2560 in 6 instead of 8 (0.9 instead of 1.2 waves): P takes 90 us instead of 93, with a norm 112 instead of
-    155 (benchmarks/results/attempts.jsonl).
+
+def token_chunks(
+    tokens: int, rows: int, programs: int, launch: Launch, device: torch.device, *, sums_are_short: bool = False
+) -> int:
+    """Partial sums of a parameter's gradient over the tokens, each by so many programs of P, of which two of four warps
+    run on a multiprocessor at once. Each takes memory, the more the more rows phi has.
+
+    If tensor cores begin new sums often, as few as fill the device: 8192 x 4096 in 2, 32768 x 2048 in 4 and 4096 x 7168
+    in one, with twice the loads in flight, instead of 4, 16 and 2. P takes 73 us as before, 134 instead of 141, 66
+    instead of 67, and there is less to add up. If not, a sum of more tokens would be less exact, and they are up to a
+    quarter fewer if the last wave of programs is then full: 16384 x 2560 with a norm in 6 instead of 8 (0.9 instead of
+    1.2 waves), 112 us instead of 155 (benchmarks/results/attempts.jsonl).
     """
-    blocks = max(row_blocks(rows), 1)
-    most, at_once = max(1, round(tokens / (TOKEN_CHUNK * blocks))), COLUMNS_AT_ONCE * multiprocessors_of(device)
+    most = max(1, round(tokens / (TOKEN_CHUNK * max(row_blocks(rows), 1))))
+    at_once = multiprocessors_of(device) * 8 // launch.num_warps
+    if sums_are_short:
+        return max(1, min(most, at_once // max(programs, 1)))
 
     def filled(chunks: int) -> float:
-        waves = chunks * columns * blocks / at_once
+        waves = chunks * programs / at_once
         return waves / math.ceil(waves)
 
     return max(range(cdiv(3 * most, 4), most + 1), key=lambda chunks: (filled(chunks), chunks))

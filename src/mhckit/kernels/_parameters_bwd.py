@@ -33,6 +33,7 @@ from ._launch import (
     parameters_bwd_launch,
     power_of_2,
     row_blocks,
+    steps_added_together,
     streams_collapsed_together,
     token_chunks,
     tokens_of,
@@ -49,7 +50,7 @@ FINISH_COLUMNS, FINISH_TOKENS = 64, 32
 SUMMED_AT_ONCE = tl.constexpr(8192)
 
 
-@triton.jit(do_not_specialize=["T", "chunk_tokens"])
+@triton.jit(do_not_specialize=["T"])
 def chunk_sums_kernel(
     y,
     dz_parts,
@@ -58,7 +59,6 @@ def chunk_sums_kernel(
     phi_sums,
     norm_sums,
     T,
-    chunk_tokens,
     C: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
@@ -69,19 +69,25 @@ def chunk_sums_kernel(
     EVERY: tl.constexpr,
     ALIGNS: tl.constexpr,
     ASYNCHRONOUS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Sums over a chunk of tokens for a tile of channels: V of STREAMS streams, and their share of dn.
 
-    EVERY chunks share their tokens, which they take in turn. ALIGNS: rows begin anywhere, those of a chunk's tokens
+    Chunks take tiles of tokens in turn, so that all of them begin with tokens that B has just read. A chunk has every
+    EVERY-th token, and EVERY of them have the same tiles. ALIGNS: rows begin anywhere, those of a chunk's tokens
     equally far behind 16-byte boundaries, at which tiles begin. What lies between has sums that are not stored.
+
+    Tensor cores cut off what they add to a sum, the more the longer it is: after TOGETHER steps, if any, V is added to
+    a total, and begins again.
     """
     IN_PARTS: tl.constexpr = y.dtype.element_ty == tl.bfloat16
     stream = tl.program_id(1) * STREAMS
     chunk = tl.program_id(2).to(tl.int64)
     turn = chunk % EVERY
+    first, stride = chunk // EVERY * BLOCK_T, tl.num_programs(2) // EVERY * BLOCK_T
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     begin = turn * (N * C) + stream * C
     if ALIGNS:
@@ -95,15 +101,16 @@ def chunk_sums_kernel(
         here = channels_exist(c, C, BLOCK_C)
         loaded = here
     V = ()
+    total = ()
     for _ in tl.static_range(STREAMS * ROW_BLOCKS):
         V = V + (tl.zeros((2 * ROWS if IN_PARTS else ROWS, BLOCK_C), tl.float32),)
+        total = total + (tl.zeros((ROWS, BLOCK_C), tl.float32),)
     if norm_sums is not None:
         norm_sum = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
-    first = chunk // EVERY * chunk_tokens
-    steps = tl.cdiv(tl.minimum(chunk_tokens * EVERY, T - first * EVERY) - turn, BLOCK_T * EVERY)
+    steps = tl.cdiv(tl.cdiv(T - turn, EVERY) - first, stride)
     for step in tl.range(0, steps, num_stages=STAGES):
         # The last tokens first: B has just read them, and the L2 cache has the latest of them still.
-        row = first + (steps - 1 - step) * BLOCK_T + tl.arange(0, BLOCK_T)
+        row = first + (steps - 1 - step) * stride + tl.arange(0, BLOCK_T)
         t = row * EVERY + turn
         live = t < T
         tiles = ()
@@ -112,6 +119,9 @@ def chunk_sums_kernel(
             tiles = tiles + (tl.load(y + offsets, mask=live[:, None] & loaded[None, :], other=0.0),)
         if phi_sums is not None:
             V = _add_products(V, dz_parts, tiles, t, live, P, ROWS, ROW_BLOCKS, PRECISION)
+            if TOGETHER > 0:
+                if (step + 1) % TOGETHER == 0:
+                    total, V = _add_to(total, V)
         if norm_sums is not None:
             collapsed = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
             for i in tl.static_range(STREAMS):
@@ -120,16 +130,27 @@ def chunk_sums_kernel(
             e = load_float(dx_in, t[:, None] * C + c[None, :], live[:, None] & here[None, :])
             norm_sum += e * collapsed
             end_dots(ASYNCHRONOUS)
+    total, V = _add_to(total, V)
     for i in tl.static_range(STREAMS):
         for block in tl.static_range(ROW_BLOCKS):
             rows = block * ROWS + tl.arange(0, ROWS)
-            total = V[i * ROW_BLOCKS + block]
-            total = sum_parts(total) if IN_PARTS else total
             k = (chunk * P + rows[:, None]) * (N * C) + (stream + i) * C + c[None, :]
-            store_as(phi_sums, k, total, (rows < P)[:, None] & here[None, :])
+            store_as(phi_sums, k, total[i * ROW_BLOCKS + block], (rows < P)[:, None] & here[None, :])
     if norm_sums is not None:
         slot = chunk * (N // STREAMS) + stream // STREAMS
         store_as(norm_sums, slot * C + c, tl.sum(norm_sum, 0), here)
+
+
+@triton.jit
+def _add_to(total, V):
+    """total + V, whose parts are added up if it has any, and nothing in place of V."""
+    sums = ()
+    zeros = ()
+    for i in tl.static_range(len(V)):
+        IN_PARTS: tl.constexpr = V[i].shape[0] > total[i].shape[0]
+        sums = sums + (total[i] + (sum_parts(V[i]) if IN_PARTS else V[i]),)
+        zeros = zeros + (tl.zeros_like(V[i]),)
+    return sums, zeros
 
 
 @triton.jit
@@ -348,24 +369,27 @@ def chunk_sums(
     streams = 1 if norm is None else streams_collapsed_together(N, rows)
     every = equally_late(y) or 1
     aligns = streams == 1 and equally_late(y) is not None
-    chunks = cdiv(token_chunks(T, rows, N * C, y.device), every) * every
     asynchronous = dots_are_asynchronous(y.device)
     launch = parameters_bwd_launch(
         rows, streams, C, wide=loads_are_wide(y), asynchronous=asynchronous and y.dtype == BFLOAT,
         sums_norm=norm is not None,
     )  # fmt: skip
+    together = steps_added_together(rows, launch) if norm is None else 0
+    tiles = (cdiv(C + 7 * aligns, launch.block_c), N // streams)
+    chunks = every * token_chunks(
+        T, rows, every * tiles[0] * tiles[1], launch, y.device, sums_are_short=together > 0
+    )
     slots = dphi = None
     if rows and chunks == 1 and norm_weight is None and phi.dtype == FLOAT:
         dphi = empty(phi, *phi.shape)
     elif rows:
         slots = empty(y, chunks, rows, N * C, dtype=FLOAT)
     norm_slots = None if norm is None else empty(y, chunks * (N // streams), C, dtype=FLOAT)
-    chunk_tokens = cdiv(cdiv(T, chunks), launch.block_t) * launch.block_t
     run(
-        chunk_sums_kernel, (cdiv(C + 7 * aligns, launch.block_c), N // streams, chunks),
-        y, dz_parts, *(norm or (None, None)), slots if dphi is None else dphi, norm_slots, T, chunk_tokens, C, rows,
+        chunk_sums_kernel, (*tiles, chunks),
+        y, dz_parts, *(norm or (None, None)), slots if dphi is None else dphi, norm_slots, T, C, rows,
         N=N, STREAMS=streams, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION,
-        EVERY=every, ALIGNS=aligns, ASYNCHRONOUS=asynchronous, **launch.meta(),
+        EVERY=every, ALIGNS=aligns, ASYNCHRONOUS=asynchronous, TOGETHER=together, **launch.meta(),
     )  # fmt: skip
     return PhiSums(slots, norm_slots, dphi)
 
