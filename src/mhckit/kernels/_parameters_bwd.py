@@ -376,9 +376,7 @@ def chunk_sums(
     )  # fmt: skip
     together = steps_added_together(rows, launch) if norm is None else 0
     tiles = (cdiv(C + 7 * aligns, launch.block_c), N // streams)
-    chunks = every * token_chunks(
-        T, rows, every * tiles[0] * tiles[1], launch, y.device, sums_are_short=together > 0
-    )
+    chunks = every * token_chunks(T, rows, every * tiles[0] * tiles[1], launch, y.device, sums_are_short=together > 0)
     slots = dphi = None
     if rows and chunks == 1 and norm_weight is None and phi.dtype == FLOAT:
         dphi = empty(phi, *phi.shape)
