@@ -147,8 +147,7 @@ def _add_to(total, V):
     sums = ()
     zeros = ()
     for i in tl.static_range(len(V)):
-        IN_PARTS: tl.constexpr = V[i].shape[0] > total[i].shape[0]
-        sums = sums + (total[i] + (sum_parts(V[i]) if IN_PARTS else V[i]),)
+        sums = sums + (total[i] + (sum_parts(V[i]) if V[i].shape[0] > total[i].shape[0] else V[i]),)
         zeros = zeros + (tl.zeros_like(V[i]),)
     return sums, zeros
 
