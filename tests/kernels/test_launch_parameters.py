@@ -21,39 +21,41 @@ from mhckit.kernels._launch import (
 CPU = torch.device("cpu")  # counts as one with 132 multiprocessors
 
 
-def _launch(num_warps: int = 4, block_t: int = 32) -> Launch:
-    return Launch(block_t=block_t, block_c=128, num_warps=num_warps)
+def _launch(block_t: int) -> Launch:
+    return Launch(block_t=block_t, block_c=128, num_warps=4)
 
 
-@pytest.mark.parametrize(("tokens", "rows", "programs", "warps", "chunks"), [
-    (8192, 24, 64, 4, 4),  # with a norm a program has four streams
-    (16384, 24, 40, 4, 6),  # not 8, which would be 1.2 waves
-    (10240, 24, 64, 4, 4),  # nor 5
-    (32768, 24, 32, 4, 16),
-    (8192, 80, 128, 8, 1),
-    (1, 24, 1, 4, 1),
-    (0, 0, 32, 4, 1),
+@pytest.mark.parametrize(("tokens", "rows", "columns", "chunks"), [
+    (8192, 24, 4 * 4096, 4),
+    (16384, 24, 4 * 2560, 6),  # not 8, which would be 1.2 waves
+    (10240, 24, 4 * 4096, 4),  # nor 5
+    (32768, 24, 4 * 2048, 16),
+    (4096, 24, 4 * 7168, 2),
+    (8192, 80, 8 * 4096, 1),
+    (1, 24, 4, 1),
+    (0, 0, 4096, 1),
 ])  # fmt: skip
-def test_chunks_of_tokens(tokens: int, rows: int, programs: int, warps: int, chunks: int) -> None:
-    assert token_chunks(tokens, rows, programs, _launch(warps), CPU) == chunks
+def test_chunks_of_tokens(tokens: int, rows: int, columns: int, chunks: int) -> None:
+    assert token_chunks(tokens, rows, columns, _launch(32), CPU) == chunks
 
 
-@pytest.mark.parametrize(("tokens", "programs", "chunks"), [
-    (8192, 4 * 4096 // 128, 2),
-    (16384, 4 * 2560 // 128, 3),
-    (32768, 4 * 2048 // 128, 4),
-    (4096, 4 * 7168 // 128, 1),  # two would be 1.7 waves
-    (65536, 4 * 12288 // 128, 1),
-    (2048, 4 * 2048 // 128, 1),  # so few tokens are not worth more
-    (0, 0, 1),
+@pytest.mark.parametrize(("tokens", "columns", "block_t", "chunks"), [
+    (8192, 4 * 4096, 64, 2),
+    (8192, 4 * 4096, 32, 4),  # with half the loads in flight
+    (16384, 4 * 2560, 64, 3),
+    (32768, 4 * 2048, 64, 4),
+    (4096, 4 * 7168, 64, 1),  # two would be 1.7 waves
+    (65536, 4 * 12288, 64, 1),
+    (2048, 4 * 2048, 64, 1),  # so few tokens are not worth more
+    (0, 4, 64, 1),
 ])  # fmt: skip
-def test_chunks_of_tokens_whose_sums_are_short(tokens: int, programs: int, chunks: int) -> None:
-    assert token_chunks(tokens, 24, programs, _launch(), CPU, sums_are_short=True) == chunks
+def test_chunks_of_tokens_whose_sums_are_short(tokens: int, columns: int, block_t: int, chunks: int) -> None:
+    assert token_chunks(tokens, 24, columns, _launch(block_t), CPU, sums_are_short=True) == chunks
 
 
 @pytest.mark.parametrize(("rows", "block_t", "steps"), [(24, 64, 8), (32, 32, 16), (33, 32, 0), (80, 32, 0)])
 def test_sums_are_short_where_registers_hold_a_total(rows: int, block_t: int, steps: int) -> None:
-    assert steps_added_together(rows, _launch(block_t=block_t)) == steps
+    assert steps_added_together(rows, _launch(block_t)) == steps
 
 
 @pytest.mark.parametrize(("streams", "channels", "every"), [

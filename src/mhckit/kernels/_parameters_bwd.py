@@ -374,8 +374,7 @@ def chunk_sums(
         sums_norm=norm is not None,
     )  # fmt: skip
     together = steps_added_together(rows, launch) if norm is None else 0
-    tiles = (cdiv(C + 7 * aligns, launch.block_c), N // streams)
-    chunks = every * token_chunks(T, rows, every * tiles[0] * tiles[1], launch, y.device, sums_are_short=together > 0)
+    chunks = cdiv(token_chunks(T, rows, N * C, launch, y.device, sums_are_short=together > 0), every) * every
     slots = dphi = None
     if rows and chunks == 1 and norm_weight is None and phi.dtype == FLOAT:
         dphi = empty(phi, *phi.shape)
@@ -383,7 +382,7 @@ def chunk_sums(
         slots = empty(y, chunks, rows, N * C, dtype=FLOAT)
     norm_slots = None if norm is None else empty(y, chunks * (N // streams), C, dtype=FLOAT)
     run(
-        chunk_sums_kernel, (*tiles, chunks),
+        chunk_sums_kernel, (cdiv(C + 7 * aligns, launch.block_c), N // streams, chunks),
         y, dz_parts, *(norm or (None, None)), slots if dphi is None else dphi, norm_slots, T, C, rows,
         N=N, STREAMS=streams, ROWS=ROWS, ROW_BLOCKS=row_blocks(rows), PRECISION=PRECISION,
         EVERY=every, ALIGNS=aligns, ASYNCHRONOUS=asynchronous, TOGETHER=together, **launch.meta(),
