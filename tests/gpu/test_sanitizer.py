@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,16 @@ def test_sanitizer(tool: str, what: str) -> None:
         assert not unknown, "".join(unknown)[:3000]
     else:
         assert result.returncode == 0 and "ERROR SUMMARY: 0 errors" in output, output[-3000:]
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc, which compiles the program, is not installed")
+@pytest.mark.parametrize(("arrives", "reported"), [("each", 0), ("one", 1)])
+def test_racecheck_does_not_follow_who_has_met(arrives: str, reported: int, tmp_path: Path) -> None:
+    """Why known races are let pass: of two programs that are right, racecheck reports one."""
+    program = tmp_path / "handed_on"
+    source = Path(__file__).with_name("handed_on.cu")
+    subprocess.run(["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-o", program, source], check=True)
+    command = ["compute-sanitizer", "--tool", "racecheck", program, arrives]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
+    assert f"no error, sum {sum(range(1, 129))}" in output
+    assert f"RACECHECK SUMMARY: {reported} hazard" in output, output

@@ -1,10 +1,9 @@
 """What racecheck of compute-sanitizer reports of the kernels for Hopper, but for what it does not understand.
 
 It does not know that warps of a group have met where one of them arrives at a barrier for all, and takes what another
-group then does with the same shared memory for a race. Of a CUDA program of twenty lines it reports that one thread
-arrives behind bar.sync, and nothing where every thread arrives (2026-11-19). The emulated GPU (`emulator`) passes on
-what a warp has heard: it finds nothing there, and finds races between such lines where the warps of a group do not meet
-(test_emulated.py).
+group then does with the same shared memory for a race: of a small CUDA program, too (tests/gpu/handed_on.cu), and not
+if all of its threads arrive. The emulated GPU (`emulator`) passes on what a warp has heard: it finds nothing there, and
+finds races between such lines where the warps of a group do not meet (test_emulated.py).
 """
 
 from __future__ import annotations

@@ -131,12 +131,13 @@ def test_several_slices_of_channels_and_programs(operator: str, monkeypatch: pyt
     (33, 16, 32, False),  # every second token
     (33, 1000, 64, False),
     (40, 16, 32, True),
+    (33, 16, 32, True),
 ])  # fmt: skip
 def test_chunks_of_tokens_and_short_sums(
     channels: int, chunk: int, short: int, norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Interpreted, P has five tiles of tokens here: in more chunks than that, or in one, with a short sum for each tile
-    or for two, and one that is left.
+    """Interpreted, P has five tiles of tokens here, or three of every second one: in more chunks than that, or in one,
+    with a short sum for each tile or for two, and one that is left. On a GPU tiles are twice as long where C is 40.
     """
     monkeypatch.setattr(_launch, "TOKEN_CHUNK", chunk)
     monkeypatch.setattr(_launch, "SHORT_SUM", short)

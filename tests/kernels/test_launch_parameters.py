@@ -44,8 +44,10 @@ def test_chunks_of_tokens(tokens: int, rows: int, columns: int, chunks: int) -> 
     (8192, 4 * 4096, 32, 4),  # with half the loads in flight
     (16384, 4 * 2560, 64, 3),
     (32768, 4 * 2048, 64, 4),
-    (4096, 4 * 7168, 64, 1),  # two would be 1.7 waves
+    (4096, 4 * 7168, 64, 1),  # two would be more than run at once
     (65536, 4 * 12288, 64, 1),
+    (65536, 4 * 9216, 64, 1),
+    *((8192, 4 * channels, 64, 2) for channels in (4352, 4608, 5120, 6144)),  # of one, too few for a multiprocessor
     (2048, 4 * 2048, 64, 1),  # so few tokens are not worth more
     (0, 4, 64, 1),
 ])  # fmt: skip

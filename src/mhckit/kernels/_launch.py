@@ -38,9 +38,9 @@ SLICE_WIDTH = 2560
 # Tokens per partial sum of a parameter's gradient, at least, about, for each block of rows of phi; and tokens that
 # tensor cores add up one after the other.
 TOKEN_CHUNK, SHORT_SUM = 2048, 512
-# Columns, of blocks of rows of phi, that programs of P on a multiprocessor have accumulators for, with steps of 32
-# tokens: of longer ones fewer have as many loads in flight.
-COLUMNS_AT_ONCE = 512
+# Columns, of blocks of rows of phi, that programs of P on a multiprocessor have accumulators for; and so many of them
+# keep the memory busy with steps of 32 tokens. With steps of 64, half as many have as many loads in flight.
+COLUMNS_AT_ONCE, BUSY_COLUMNS = 512, 384
 
 # Bytes of shared memory that a program may have on Hopper.
 LARGE_SHARED_MEMORY = 227 << 10
@@ -380,20 +380,23 @@ def token_chunks(
     """Partial sums of a parameter's gradient over the tokens, with so many columns of streams. Each takes memory, the
     more the more rows phi has.
 
-    If tensor cores begin new sums often, as few as fill the device: 8192 x 4096 in 2, 32768 x 2048 in 4 and 4096 x 7168
-    in one, with twice the loads in flight, instead of 4, 16 and 2. P takes 74 us as before, 134 instead of 142, 67
-    instead of 68, and there is less to add up. If not, a sum of more tokens would be less exact, and they are up to a
-    quarter fewer if the last wave of programs is then full: 16384 x 2560 with a norm in 6 instead of 8 (0.9 instead of
-    1.2 waves), 112 us instead of 155 (benchmarks/results/attempts.jsonl).
+    If tensor cores begin new sums often, as few as keep the memory busy: 8192 x 4096 in 2, 32768 x 2048 in 4 and 4096 x
+    7168 in one, instead of 4, 16 and 2. P takes 74 us as before, 134 instead of 142, 67 instead of 68, and there is
+    less to add up. With one program of 64-token steps on each multiprocessor P takes up to a fifth longer than with
+    two, with one and a half as long.
+
+    If not, a sum of more tokens would be less exact, and they are up to a quarter fewer if the last wave of programs is
+    then full: 16384 x 2560 with a norm in 6 instead of 8 (0.9 instead of 1.2 waves), 112 us instead of 155
+    (benchmarks/results/attempts.jsonl).
     """
     blocks = max(row_blocks(rows), 1)
     most = max(1, round(tokens / (TOKEN_CHUNK * blocks)))
-    at_once = COLUMNS_AT_ONCE * 32 // launch.block_t * multiprocessors_of(device)
+    multiprocessors = multiprocessors_of(device)
     if sums_are_short:
-        return max(1, min(most, at_once // (columns * blocks)))
+        return min(most, cdiv(BUSY_COLUMNS * 32 // launch.block_t * multiprocessors, columns * blocks))
 
     def filled(chunks: int) -> float:
-        waves = chunks * columns * blocks / at_once
+        waves = chunks * columns * blocks / (COLUMNS_AT_ONCE * multiprocessors)
         return waves / math.ceil(waves)
 
     return max(range(cdiv(3 * most, 4), most + 1), key=lambda chunks: (filled(chunks), chunks))
