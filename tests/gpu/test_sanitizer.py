@@ -52,6 +52,7 @@ def test_racecheck_does_not_follow_who_has_met(arrives: str, reported: int, tmp_
     source = Path(__file__).with_name("handed_on.cu")
     subprocess.run(["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-o", program, source], check=True)
     command = ["compute-sanitizer", "--tool", "racecheck", program, arrives]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    output = result.stdout + result.stderr
     assert f"no error, sum {sum(range(1, 129))}" in output
     assert f"RACECHECK SUMMARY: {reported} hazard" in output, output

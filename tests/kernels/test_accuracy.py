@@ -137,7 +137,8 @@ def test_chunks_of_tokens_and_short_sums(
     channels: int, chunk: int, short: int, norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interpreted, P has five tiles of tokens here, or three of every second one: in more chunks than that, or in one,
-    with a short sum for each tile or for two, and one that is left. On a GPU tiles are twice as long where C is 40.
+    with a short sum for each tile or for two, and one that is left. On a GPU tiles are twice as long where C is 40,
+    and there are three.
     """
     monkeypatch.setattr(_launch, "TOKEN_CHUNK", chunk)
     monkeypatch.setattr(_launch, "SHORT_SUM", short)

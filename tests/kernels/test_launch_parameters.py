@@ -55,9 +55,12 @@ def test_chunks_of_tokens_whose_sums_are_short(tokens: int, columns: int, block_
     assert token_chunks(tokens, 24, columns, _launch(block_t), CPU, sums_are_short=True) == chunks
 
 
-@pytest.mark.parametrize(("rows", "block_t", "steps"), [(24, 64, 8), (32, 32, 16), (33, 32, 0), (80, 32, 0)])
+@pytest.mark.parametrize(("rows", "block_t", "steps"), [
+    (24, 64, 8), (32, 32, 16), (24, 1024, 1), (0, 64, 0), (33, 32, 0), (80, 32, 0),
+])  # fmt: skip
 def test_sums_are_short_where_registers_hold_a_total(rows: int, block_t: int, steps: int) -> None:
     assert steps_added_together(rows, _launch(block_t)) == steps
+    assert steps_added_together(rows, _launch(block_t), sums_norm=True) == 0
 
 
 @pytest.mark.parametrize(("streams", "channels", "every"), [
@@ -94,6 +97,14 @@ def test_columns_of_a_program_of_p(streams: int, channels: int, sums_norm: bool,
     assert (launch.block_c, launch.num_warps) == (columns, warps)
     plain = parameters_bwd_launch(80, streams, channels, wide=True, asynchronous=False)
     assert plain.num_warps == 4 and plain.block_c <= 64
+
+
+@pytest.mark.parametrize(("wide", "asynchronous", "sums_norm", "tokens"), [
+    (True, True, False, 64), (True, True, True, 32), (False, True, False, 32), (True, False, False, 32),
+])  # fmt: skip
+def test_steps_of_p_are_long_where_chunks_are(wide: bool, asynchronous: bool, sums_norm: bool, tokens: int) -> None:
+    launch = parameters_bwd_launch(24, 1, 4096, wide=wide, asynchronous=asynchronous, sums_norm=sums_norm)
+    assert launch.block_t == tokens
 
 
 @pytest.mark.parametrize("channels", [64, 2560])

@@ -369,9 +369,9 @@ def parameters_bwd_launch(
     return Launch(block_t=32, block_c=max(32, min(128, columns)), num_warps=4, num_stages=3)
 
 
-def steps_added_together(rows: int, launch: Launch) -> int:
+def steps_added_together(rows: int, launch: Launch, *, sums_norm: bool = False) -> int:
     """After how many steps of P tensor cores begin a new sum; 0 where registers have no room for a total beside it."""
-    return SHORT_SUM // launch.block_t if row_blocks(rows) == 1 else 0
+    return 0 if sums_norm or row_blocks(rows) != 1 else max(1, SHORT_SUM // launch.block_t)
 
 
 def token_chunks(
@@ -383,7 +383,7 @@ def token_chunks(
     If tensor cores begin new sums often, as few as keep the memory busy: 8192 x 4096 in 2, 32768 x 2048 in 4 and 4096 x
     7168 in one, instead of 4, 16 and 2. P takes 74 us as before, 134 instead of 142, 67 instead of 68, and there is
     less to add up. With one program of 64-token steps on each multiprocessor P takes up to a fifth longer than with
-    two, with one and a half as long.
+    two, with one and a half as long; steps of 32 tokens, as other dtypes have, were not measured so.
 
     If not, a sum of more tokens would be less exact, and they are up to a quarter fewer if the last wave of programs is
     then full: 16384 x 2560 with a norm in 6 instead of 8 (0.9 instead of 1.2 waves), 112 us instead of 155

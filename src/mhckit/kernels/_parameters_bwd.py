@@ -373,7 +373,7 @@ def chunk_sums(
         rows, streams, C, wide=loads_are_wide(y), asynchronous=asynchronous and y.dtype == BFLOAT,
         sums_norm=norm is not None,
     )  # fmt: skip
-    together = steps_added_together(rows, launch) if norm is None else 0
+    together = steps_added_together(rows, launch, sums_norm=norm is not None)
     chunks = cdiv(token_chunks(T, rows, N * C, launch, y.device, sums_are_short=together > 0), every) * every
     slots = dphi = None
     if rows and chunks == 1 and norm_weight is None and phi.dtype == FLOAT:
